@@ -1,0 +1,1 @@
+"""DSec: sandbox infrastructure for agentic reinforcement learning."""

@@ -1,0 +1,330 @@
+"""Every message on the bus: frozen Structs, msgpack maps on the wire, additive only (new fields have defaults).
+
+Requests that change something carry their request id, remaining time and traceparent in headers (dsec/bus/call.py); a
+message that a person types as JSON is answered in JSON.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from dsec.errors import ErrorBody
+from dsec.model import ExecSpec, LayerRef, OpStatus, SandboxInfo, SandboxSpec, State
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Base of all: a map by field name, unknown fields ignored (a newer peer may send more)."""
+
+
+# ------------------------------------------------------------------ create (a single create is a burst of one)
+class Lease(Message):
+    """A client's claim on its job: renewed every ttl/3, listing what it holds. Its id outlives a connection."""
+
+    id: str
+    ttl_ms: int = 30_000
+
+
+class CreateItem(Message):
+    """``count`` sandboxes of ``specs[spec]`` with the burst's indices first…first+count-1."""
+
+    spec: int
+    first: int
+    count: int = 1
+
+
+class CreateRequest(Message):
+    """client -> api.create. One slice (< 512 KiB) of a burst; every slice repeats the burst's id and names its own specs.
+
+    The Scheduler acknowledges within 500 ms with `CreateAck`; all else arrives at ``inbox`` as `BurstNews`.
+    """
+
+    burst: str  # ULID made by the client: with the index it is the idempotency key of each sandbox
+    slice: int = 0
+    specs: tuple[SandboxSpec, ...]
+    items: tuple[CreateItem, ...]
+    inbox: str
+    deadline_ms: int  # remaining, for the whole create until ready
+    lease: Lease | None = None
+
+
+class CreateAck(Message):
+    scheduler: str
+    known: bool = False  # this burst slice was already taken
+
+
+class LaunchItem(Message):
+    index: int
+    spec: int
+
+
+class LaunchRequest(Message):
+    """Scheduler -> edge.<edge>.launch: one batch. Answered with `LaunchReply` after admission and the fsynced record."""
+
+    burst: str
+    principal: str
+    project: str
+    specs: tuple[SandboxSpec, ...]
+    items: tuple[LaunchItem, ...]
+    inbox: str
+    deadline_ms: int
+    lease: Lease | None = None
+
+
+class Refusal(Message):
+    """``filter`` names what refused (memory, slots, pids, backend, arch, …). Final errors (`final`) are the caller's fault and not re-placed."""
+
+    index: int
+    error: ErrorBody
+    filter: str = ""
+    final: bool = False
+
+
+class LaunchReply(Message):
+    edge: str
+    accepted: tuple[int, ...] = ()
+    refused: tuple[Refusal, ...] = ()
+    load: NodeLoad | None = None
+
+
+class Placed(Message):
+    index: int
+    ulid: str
+
+
+class Failed(Message):
+    index: int
+    ulid: str = ""
+    error: ErrorBody
+
+
+class ReadyItem(Message):
+    index: int
+    ulid: str
+    layers: tuple[LayerRef, ...] = ()
+    degraded: tuple[str, ...] = ()
+
+
+class BurstNews(Message):
+    """Edge (accepted, ready, failed) or Scheduler (failed) -> the caller's inbox, batched."""
+
+    burst: str
+    edge: str = ""
+    accepted: tuple[Placed, ...] = ()
+    ready: tuple[ReadyItem, ...] = ()
+    failed: tuple[Failed, ...] = ()
+
+
+class LeaseRenew(Message):
+    """client -> lease.<edge>: "I live, and hold exactly these of ``burst``es I asked for". ``claims`` and ``drops`` are deltas since the last
+    renewal (repeated until acknowledged); ``end`` ends the lease at once."""
+
+    lease: str
+    ttl_ms: int = 30_000
+    seq: int = 0
+    claims: tuple[str, ...] = ()  # ulids
+    drops: tuple[str, ...] = ()  # ulids to stop: a second answer for an index, or a cancelled straggler
+    end: bool = False
+
+
+class LeaseAck(Message):
+    seq: int = 0
+    held: int = 0
+    unknown: tuple[str, ...] = ()  # claimed ulids that this Edge does not have
+
+
+# ------------------------------------------------------------------ one sandbox
+class Empty(Message):
+    """A request or reply without content."""
+
+
+class ExecRequest(Message):
+    """sb.exec: start ``op`` unless it is known, then wait up to ``wait_ms`` for its end. Repeating it is harmless."""
+
+    op: str
+    spec: ExecSpec | None = None  # None: only wait (sb.query does the same)
+    wait_ms: int = 0
+
+
+class ExecReply(Message):
+    status: OpStatus
+
+
+class OutputRequest(Message):
+    """sb.output: publish both streams from these offsets to subjects.output(...) until they end or credit runs out.
+
+    ``reader`` tells readers apart: the newest holds the stream."""
+
+    op: str
+    reader: str
+    stdout: int = 0
+    stderr: int = 0
+    credit: int = 4 * 1024 * 1024  # absolute: bytes of both streams together that may be sent since the request
+
+
+class CreditRequest(Message):
+    """sb.credit (published, no reply): absolute credit, resent each second; loss delays, never deadlocks. ``close``: the reader leaves."""
+
+    op: str
+    reader: str
+    credit: int
+    close: bool = False
+
+
+class OutputChunk(Message):
+    """On subjects.output: at most 128 KiB. ``end`` on the last message of the op, with its status."""
+
+    reader: str
+    stream: int = 1
+    offset: int = 0
+    data: bytes = b""
+    end: bool = False
+    status: OpStatus | None = None
+    error: ErrorBody | None = None
+
+
+class InputRequest(Message):
+    op: str
+    offset: int
+    data: bytes = b""
+    eof: bool = False
+
+
+class InputReply(Message):
+    accepted: int  # absolute offset; resend from here
+
+
+class SignalRequest(Message):
+    op: str
+    signal: int
+    tree: bool = True
+
+
+class ResizeRequest(Message):
+    op: str
+    rows: int
+    cols: int
+
+
+class OpsReply(Message):
+    ops: tuple[OpStatus, ...] = ()
+
+
+class StopRequest(Message):
+    grace_ms: int = 0
+
+
+class InfoReply(Message):
+    info: SandboxInfo
+
+
+class LogReply(Message):
+    """sb.log: the lifecycle's story of one sandbox, as lines."""
+
+    lines: tuple[str, ...] = ()
+
+
+# ------------------------------------------------------------------ many sandboxes (scatter-gather)
+class Selector(Message):
+    """all.list / all.stop / all.pause / all.resume: labels (all must match), ids, states."""
+
+    labels: dict[str, str] = {}
+    ids: tuple[str, ...] = ()
+    states: tuple[State, ...] = ()
+    stuck: bool = False
+    stopped: bool = False  # list: also those that ended and are still remembered
+    limit: int = 10_000
+
+
+class ListReply(Message):
+    edge: str
+    sandboxes: tuple[SandboxInfo, ...] = ()
+    more: bool = False
+
+
+class ItemResult(Message):
+    id: str
+    error: ErrorBody | None = None
+
+
+class ManyReply(Message):
+    edge: str
+    results: tuple[ItemResult, ...] = ()
+
+
+# ------------------------------------------------------------------ nodes and the cluster
+class NodeLoad(Message):
+    """The admission ledger in numbers; memory in bytes."""
+
+    memory_free: int = 0
+    memory_total: int = 0
+    cpus_total: float = 0.0
+    cpus_reserved: float = 0.0
+    slots_free: int = 0
+    slots_total: int = 0
+    pids_free: int = 0
+    starting: int = 0
+    starting_max: int = 0
+
+
+class Heartbeat(Message):
+    """1 Hz on hb.<edge>. ``incarnation`` = state directory's UUID + start counter."""
+
+    edge: str
+    incarnation: str
+    n: int
+    arch: str = ""
+    backends: tuple[str, ...] = ()
+    devices: tuple[str, ...] = ()
+    labels: dict[str, str] = {}
+    load: NodeLoad
+    states: dict[str, int] = {}
+    principals: dict[str, int] = {}  # live sandboxes by principal, for isolation="user"
+    exclusive: str = ""  # principal that has this node for itself
+    draining: bool = False
+    layers: int = 0
+    loop_lag_ms: float = 0.0
+
+
+class ClusterView(Message):
+    """view: what the Watcher knows; Schedulers place from it."""
+
+    watcher: str
+    n: int
+    nodes: tuple[Heartbeat, ...] = ()
+    ages_ms: dict[str, int] = {}
+    lost: tuple[str, ...] = ()
+
+
+class DrainRequest(Message):
+    mode: str = "wait"  # wait | stop | pause
+    undo: bool = False
+
+
+class EdgeInfo(Message):
+    heartbeat: Heartbeat
+    capabilities: tuple[dict[str, object], ...] = ()
+    degraded: tuple[str, ...] = ()
+
+
+# ------------------------------------------------------------------ events
+class Event(Message):
+    """One line of a sandbox's or a node's life. Order is (incarnation, n); consumers dedupe by (sb, incarnation, n)."""
+
+    v: int = 1
+    kind: str  # created running paused resumed stopped exec node_up node_lost policy …
+    sb: str = ""
+    edge: str = ""
+    project: str = ""
+    principal: str = ""
+    incarnation: str = ""
+    n: int = 0
+    wall_ts: float = 0.0
+    mono_ns: int = 0
+    labels: dict[str, str] = {}
+    detail: dict[str, object] = {}
+
+
+class EventBatch(Message):
+    """Several events in one message of DSEC_EVENTS (one per burst slice)."""
+
+    events: tuple[Event, ...]

@@ -1,0 +1,125 @@
+"""Every NATS subject, as a pair of functions: where to send, and what to subscribe to. Pattern in the comment.
+
+``u`` is the scale unit. A project path ``acme/rl`` becomes the tokens ``acme.rl`` and stands last, so that NATS permissions
+nest as projects do. The principal's token is pinned by NATS permissions: identity comes from the subject, never from a payload.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from dsec.model import SandboxId
+
+ROOT = "dsec.v1"
+
+
+def project_tokens(project: str) -> str:
+    return project.replace("/", ".")
+
+
+def project_path(tokens: list[str]) -> str:
+    return "/".join(tokens)
+
+
+class Caller(msgspec.Struct, frozen=True):
+    """Who sent a request, read from its subject."""
+
+    principal: str
+    project: str
+
+
+# dsec.v1.<u>.api.<verb>.<principal>.<p…>            Scheduler, queue group
+def api(u: str, verb: str, caller: Caller) -> str:
+    return f"{ROOT}.{u}.api.{verb}.{caller.principal}.{project_tokens(caller.project)}"
+
+
+def api_all(u: str, verb: str) -> str:
+    return f"{ROOT}.{u}.api.{verb}.*.>"
+
+
+def api_caller(subject: str) -> Caller:
+    parts = subject.split(".")
+    return Caller(parts[5], project_path(parts[6:]))
+
+
+# dsec.v1.<u>.all.<verb>.<principal>.<p…>            every Edge, scatter-gather
+def everyone(u: str, verb: str, caller: Caller) -> str:
+    return f"{ROOT}.{u}.all.{verb}.{caller.principal}.{project_tokens(caller.project)}"
+
+
+def everyone_all(u: str) -> str:
+    return f"{ROOT}.{u}.all.>"
+
+
+def everyone_parse(subject: str) -> tuple[str, Caller]:
+    parts = subject.split(".")
+    return parts[4], Caller(parts[5], project_path(parts[6:]))
+
+
+# dsec.v1.<u>.edge.<edge>.<verb>                     one Edge, for actors only
+def edge(u: str, edge_name: str, verb: str) -> str:
+    return f"{ROOT}.{u}.edge.{edge_name}.{verb}"
+
+
+def edge_all(u: str, edge_name: str) -> str:
+    return f"{ROOT}.{u}.edge.{edge_name}.*"
+
+
+def edge_verb(subject: str) -> str:
+    return subject.rsplit(".", 1)[1]
+
+
+# dsec.v1.<u>.sb.<verb>.<principal>.<edge>.<ulid>.<p…>   the Edge of one sandbox
+def sandbox(u: str, verb: str, caller: Caller, sb: SandboxId) -> str:
+    return f"{ROOT}.{u}.sb.{verb}.{caller.principal}.{sb.edge}.{sb.ulid}.{project_tokens(caller.project)}"
+
+
+def sandbox_all(u: str, edge_name: str) -> str:
+    return f"{ROOT}.{u}.sb.*.*.{edge_name}.>"
+
+
+def sandbox_parse(subject: str) -> tuple[str, Caller, SandboxId]:
+    parts = subject.split(".")
+    return parts[4], Caller(parts[5], project_path(parts[8:])), SandboxId(parts[6], parts[7])
+
+
+# dsec.v1.<u>.lease.<edge>.<principal>.<p…>          lease renewals of a client
+def lease(u: str, edge_name: str, caller: Caller) -> str:
+    return f"{ROOT}.{u}.lease.{edge_name}.{caller.principal}.{project_tokens(caller.project)}"
+
+
+def lease_all(u: str, edge_name: str) -> str:
+    return f"{ROOT}.{u}.lease.{edge_name}.>"
+
+
+def lease_caller(subject: str) -> Caller:
+    parts = subject.split(".")
+    return Caller(parts[5], project_path(parts[6:]))
+
+
+# dsec.v1.<u>.out.<edge>.<ulid>.<op>.<p…>            output chunks to the op's reader; never JetStream; bulk connection
+def output(u: str, sb: SandboxId, op: str, project: str) -> str:
+    return f"{ROOT}.{u}.out.{sb.edge}.{sb.ulid}.{op}.{project_tokens(project)}"
+
+
+# dsec.v1.<u>.hb.<edge>                              heartbeat, 1 Hz
+def heartbeat(u: str, edge_name: str) -> str:
+    return f"{ROOT}.{u}.hb.{edge_name}"
+
+
+def heartbeat_all(u: str) -> str:
+    return f"{ROOT}.{u}.hb.*"
+
+
+# dsec.v1.<u>.view                                   the Watcher's cluster view
+def view(u: str) -> str:
+    return f"{ROOT}.{u}.view"
+
+
+# dsec.v1.<u>.evt.<kind>.<edge>.<ulid>.<p…>          stream DSEC_EVENTS; ulid is "-" for events of a node
+def event(u: str, kind: str, edge_name: str, ulid: str, project: str) -> str:
+    return f"{ROOT}.{u}.evt.{kind}.{edge_name}.{ulid or '-'}.{project_tokens(project)}"
+
+
+def event_all(u: str, kind: str = "*", edge_name: str = "*", ulid: str = "*") -> str:
+    return f"{ROOT}.{u}.evt.{kind}.{edge_name}.{ulid}.>"
