@@ -255,3 +255,33 @@ class OpStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     stdout: Captured = Captured()
     stderr: Captured = Captured()
     pid: int = 0
+
+
+class FileRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One bounded file operation, resolved inside the sandbox's root (openat2 RESOLVE_IN_ROOT), as `user`.
+
+    ``verb``: read (offset, length <= 256 KiB), write (offset, data <= 256 KiB; create, truncate), stat, list (cursor in
+    `offset`, at most `length` entries), mkdir (parents when `create`), remove (recursive when `recursive`), rename (`path` -> `target`).
+    """
+
+    verb: str
+    path: str
+    offset: int = 0
+    length: int = 0
+    data: bytes = b""
+    create: bool = False
+    truncate: bool = False
+    recursive: bool = False
+    target: str = ""
+    mode: int = 0o644
+    user: str = ""
+
+
+class FileReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What a file operation answers; ``eof`` for reads and listings that reached the end."""
+
+    data: bytes = b""
+    stat: Stat | None = None
+    entries: tuple[Stat, ...] = ()
+    eof: bool = False
+    written: int = 0

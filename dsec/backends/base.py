@@ -16,7 +16,7 @@ from typing import Protocol, runtime_checkable
 import msgspec
 
 from dsec.errors import NodeError
-from dsec.model import Exit, ExecSpec, LayerRef, OpStatus, Qos, Resources, Stat, Usage
+from dsec.model import ExecSpec, Exit, FileReply, FileRequest, LayerRef, OpStatus, Qos, Resources, Usage
 
 
 class Undone(NodeError):
@@ -93,36 +93,6 @@ class Chunk(msgspec.Struct, frozen=True):
     stream: int  # 1 stdout, 2 stderr
     offset: int
     data: bytes
-
-
-class FileRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One bounded file operation, resolved inside the sandbox's root (openat2 RESOLVE_IN_ROOT), as `user`.
-
-    ``verb``: read (offset, length <= 256 KiB), write (offset, data <= 256 KiB; create, truncate), stat, list (cursor in
-    `offset`, at most `length` entries), mkdir (parents when `create`), remove (recursive when `recursive`), rename (`path` -> `target`).
-    """
-
-    verb: str
-    path: str
-    offset: int = 0
-    length: int = 0
-    data: bytes = b""
-    create: bool = False
-    truncate: bool = False
-    recursive: bool = False
-    target: str = ""
-    mode: int = 0o644
-    user: str = ""
-
-
-class FileReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What a file operation answers; ``eof`` for reads and listings that reached the end."""
-
-    data: bytes = b""
-    stat: Stat | None = None
-    entries: tuple[Stat, ...] = ()
-    eof: bool = False
-    written: int = 0
 
 
 @runtime_checkable

@@ -17,14 +17,14 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 # ------------------------------------------------------------------ create (a single create is a burst of one)
-class Lease(Message):
+class Lease(Message, kw_only=True):
     """A client's claim on its job: renewed every ttl/3, listing what it holds. Its id outlives a connection."""
 
     id: str
     ttl_ms: int = 30_000
 
 
-class CreateItem(Message):
+class CreateItem(Message, kw_only=True):
     """``count`` sandboxes of ``specs[spec]`` with the burst's indices first…first+count-1."""
 
     spec: int
@@ -32,7 +32,7 @@ class CreateItem(Message):
     count: int = 1
 
 
-class CreateRequest(Message):
+class CreateRequest(Message, kw_only=True):
     """client -> api.create. One slice (< 512 KiB) of a burst; every slice repeats the burst's id and names its own specs.
 
     The Scheduler acknowledges within 500 ms with `CreateAck`; all else arrives at ``inbox`` as `BurstNews`.
@@ -47,17 +47,17 @@ class CreateRequest(Message):
     lease: Lease | None = None
 
 
-class CreateAck(Message):
+class CreateAck(Message, kw_only=True):
     scheduler: str
     known: bool = False  # this burst slice was already taken
 
 
-class LaunchItem(Message):
+class LaunchItem(Message, kw_only=True):
     index: int
     spec: int
 
 
-class LaunchRequest(Message):
+class LaunchRequest(Message, kw_only=True):
     """Scheduler -> edge.<edge>.launch: one batch. Answered with `LaunchReply` after admission and the fsynced record."""
 
     burst: str
@@ -70,7 +70,7 @@ class LaunchRequest(Message):
     lease: Lease | None = None
 
 
-class Refusal(Message):
+class Refusal(Message, kw_only=True):
     """``filter`` names what refused (memory, slots, pids, backend, arch, …). Final errors (`final`) are the caller's fault and not re-placed."""
 
     index: int
@@ -79,32 +79,32 @@ class Refusal(Message):
     final: bool = False
 
 
-class LaunchReply(Message):
+class LaunchReply(Message, kw_only=True):
     edge: str
     accepted: tuple[int, ...] = ()
     refused: tuple[Refusal, ...] = ()
     load: NodeLoad | None = None
 
 
-class Placed(Message):
+class Placed(Message, kw_only=True):
     index: int
     ulid: str
 
 
-class Failed(Message):
+class Failed(Message, kw_only=True):
     index: int
     ulid: str = ""
     error: ErrorBody
 
 
-class ReadyItem(Message):
+class ReadyItem(Message, kw_only=True):
     index: int
     ulid: str
     layers: tuple[LayerRef, ...] = ()
     degraded: tuple[str, ...] = ()
 
 
-class BurstNews(Message):
+class BurstNews(Message, kw_only=True):
     """Edge (accepted, ready, failed) or Scheduler (failed) -> the caller's inbox, batched."""
 
     burst: str
@@ -114,7 +114,7 @@ class BurstNews(Message):
     failed: tuple[Failed, ...] = ()
 
 
-class LeaseRenew(Message):
+class LeaseRenew(Message, kw_only=True):
     """client -> lease.<edge>: "I live, and hold exactly these of ``burst``es I asked for". ``claims`` and ``drops`` are deltas since the last
     renewal (repeated until acknowledged); ``end`` ends the lease at once."""
 
@@ -126,18 +126,18 @@ class LeaseRenew(Message):
     end: bool = False
 
 
-class LeaseAck(Message):
+class LeaseAck(Message, kw_only=True):
     seq: int = 0
     held: int = 0
     unknown: tuple[str, ...] = ()  # claimed ulids that this Edge does not have
 
 
 # ------------------------------------------------------------------ one sandbox
-class Empty(Message):
+class Empty(Message, kw_only=True):
     """A request or reply without content."""
 
 
-class ExecRequest(Message):
+class ExecRequest(Message, kw_only=True):
     """sb.exec: start ``op`` unless it is known, then wait up to ``wait_ms`` for its end. Repeating it is harmless."""
 
     op: str
@@ -145,11 +145,11 @@ class ExecRequest(Message):
     wait_ms: int = 0
 
 
-class ExecReply(Message):
+class ExecReply(Message, kw_only=True):
     status: OpStatus
 
 
-class OutputRequest(Message):
+class OutputRequest(Message, kw_only=True):
     """sb.output: publish both streams from these offsets to subjects.output(...) until they end or credit runs out.
 
     ``reader`` tells readers apart: the newest holds the stream."""
@@ -161,7 +161,7 @@ class OutputRequest(Message):
     credit: int = 4 * 1024 * 1024  # absolute: bytes of both streams together that may be sent since the request
 
 
-class CreditRequest(Message):
+class CreditRequest(Message, kw_only=True):
     """sb.credit (published, no reply): absolute credit, resent each second; loss delays, never deadlocks. ``close``: the reader leaves."""
 
     op: str
@@ -170,7 +170,7 @@ class CreditRequest(Message):
     close: bool = False
 
 
-class OutputChunk(Message):
+class OutputChunk(Message, kw_only=True):
     """On subjects.output: at most 128 KiB. ``end`` on the last message of the op, with its status."""
 
     reader: str
@@ -182,49 +182,49 @@ class OutputChunk(Message):
     error: ErrorBody | None = None
 
 
-class InputRequest(Message):
+class InputRequest(Message, kw_only=True):
     op: str
     offset: int
     data: bytes = b""
     eof: bool = False
 
 
-class InputReply(Message):
+class InputReply(Message, kw_only=True):
     accepted: int  # absolute offset; resend from here
 
 
-class SignalRequest(Message):
+class SignalRequest(Message, kw_only=True):
     op: str
     signal: int
     tree: bool = True
 
 
-class ResizeRequest(Message):
+class ResizeRequest(Message, kw_only=True):
     op: str
     rows: int
     cols: int
 
 
-class OpsReply(Message):
+class OpsReply(Message, kw_only=True):
     ops: tuple[OpStatus, ...] = ()
 
 
-class StopRequest(Message):
+class StopRequest(Message, kw_only=True):
     grace_ms: int = 0
 
 
-class InfoReply(Message):
+class InfoReply(Message, kw_only=True):
     info: SandboxInfo
 
 
-class LogReply(Message):
+class LogReply(Message, kw_only=True):
     """sb.log: the lifecycle's story of one sandbox, as lines."""
 
     lines: tuple[str, ...] = ()
 
 
 # ------------------------------------------------------------------ many sandboxes (scatter-gather)
-class Selector(Message):
+class Selector(Message, kw_only=True):
     """all.list / all.stop / all.pause / all.resume: labels (all must match), ids, states."""
 
     labels: dict[str, str] = {}
@@ -235,24 +235,24 @@ class Selector(Message):
     limit: int = 10_000
 
 
-class ListReply(Message):
+class ListReply(Message, kw_only=True):
     edge: str
     sandboxes: tuple[SandboxInfo, ...] = ()
     more: bool = False
 
 
-class ItemResult(Message):
+class ItemResult(Message, kw_only=True):
     id: str
     error: ErrorBody | None = None
 
 
-class ManyReply(Message):
+class ManyReply(Message, kw_only=True):
     edge: str
     results: tuple[ItemResult, ...] = ()
 
 
 # ------------------------------------------------------------------ nodes and the cluster
-class NodeLoad(Message):
+class NodeLoad(Message, kw_only=True):
     """The admission ledger in numbers; memory in bytes."""
 
     memory_free: int = 0
@@ -266,7 +266,7 @@ class NodeLoad(Message):
     starting_max: int = 0
 
 
-class Heartbeat(Message):
+class Heartbeat(Message, kw_only=True):
     """1 Hz on hb.<edge>. ``incarnation`` = state directory's UUID + start counter."""
 
     edge: str
@@ -285,7 +285,7 @@ class Heartbeat(Message):
     loop_lag_ms: float = 0.0
 
 
-class ClusterView(Message):
+class ClusterView(Message, kw_only=True):
     """view: what the Watcher knows; Schedulers place from it."""
 
     watcher: str
@@ -295,19 +295,19 @@ class ClusterView(Message):
     lost: tuple[str, ...] = ()
 
 
-class DrainRequest(Message):
+class DrainRequest(Message, kw_only=True):
     mode: str = "wait"  # wait | stop | pause
     undo: bool = False
 
 
-class EdgeInfo(Message):
+class EdgeInfo(Message, kw_only=True):
     heartbeat: Heartbeat
     capabilities: tuple[dict[str, object], ...] = ()
     degraded: tuple[str, ...] = ()
 
 
 # ------------------------------------------------------------------ events
-class Event(Message):
+class Event(Message, kw_only=True):
     """One line of a sandbox's or a node's life. Order is (incarnation, n); consumers dedupe by (sb, incarnation, n)."""
 
     v: int = 1
@@ -324,7 +324,7 @@ class Event(Message):
     detail: dict[str, object] = {}
 
 
-class EventBatch(Message):
+class EventBatch(Message, kw_only=True):
     """Several events in one message of DSEC_EVENTS (one per burst slice)."""
 
     events: tuple[Event, ...]
