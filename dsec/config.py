@@ -1,0 +1,223 @@
+"""Configuration: strict TOML -> frozen Structs, one per room, with ``DSEC_<ROOM>__<KEY>`` overrides from the environment.
+
+Order of precedence: environment, file, defaults. An unknown key is an `InvalidRequest` that names its path and the nearest key.
+Every key is documented once, in its `Meta(description=…)`; config/dsec.toml is rendered from them and a test keeps it so.
+Times are milliseconds, sizes bytes; 0 means "decide from the node" wherever the description says so.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, get_type_hints
+
+import msgspec
+from msgspec import Meta
+
+from dsec.errors import InvalidRequest
+from dsec.model import GIB
+
+ENV_FILE = "DSEC_CONFIG"
+ENV_PREFIX = "DSEC_"
+
+
+class Room(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base of all rooms of the configuration."""
+
+
+class BusConfig(Room):
+    url: Annotated[str, Meta(description="NATS server(s), separated by commas")] = "nats://127.0.0.1:4222"
+    scale_unit: Annotated[str, Meta(pattern="^[A-Za-z0-9_-]{1,32}$", description="scale unit: the <u> of every subject")] = "main"
+    creds: Annotated[str, Meta(description="file with NATS credentials; empty = none")] = ""
+    connect_timeout_ms: Annotated[int, Meta(ge=100, description="how long a first connection may take")] = 5_000
+    request_timeout_ms: Annotated[int, Meta(ge=10, description="time-out of a request that brings no deadline of its own")] = 10_000
+    events_max_age_ms: Annotated[int, Meta(ge=60_000, description="age bound of the stream DSEC_EVENTS")] = 604_800_000
+    events_max_bytes: Annotated[int, Meta(ge=1 << 20, description="size bound of the stream DSEC_EVENTS")] = GIB
+    events_replicas: Annotated[int, Meta(ge=1, le=5, description="replicas of DSEC_EVENTS and of the KV buckets; 3 in a NATS cluster")] = 1
+    spool_max_bytes: Annotated[int, Meta(ge=1 << 16, description="bound of the Edge's spool of events while JetStream is away")] = 64 << 20
+
+
+class SchedulerConfig(Room):
+    name: Annotated[str, Meta(description="name of this instance; empty = made up at start")] = ""
+    power_of_k: Annotated[int, Meta(ge=1, le=16, description="nodes sampled for each sandbox; the least loaded is taken")] = 2
+    view_max_age_ms: Annotated[int, Meta(ge=1_000, description="heartbeats older than this are not placed upon")] = 5_000
+    launch_timeout_ms: Annotated[int, Meta(ge=100, description="how long an Edge may take to accept or refuse a batch")] = 5_000
+    retry_ms: Annotated[int, Meta(ge=1, description="first pause before refused sandboxes are placed again; doubles, with jitter")] = 50
+    retry_max_ms: Annotated[int, Meta(ge=1, description="longest such pause")] = 2_000
+    slice_bytes: Annotated[int, Meta(ge=4_096, le=900_000, description="largest batch sent to one Edge")] = 400_000
+    remember_ms: Annotated[int, Meta(ge=1_000, description="how long a burst's slices are recognised as already taken")] = 600_000
+
+
+class WatcherConfig(Room):
+    name: Annotated[str, Meta(description="name of this instance; empty = made up at start")] = ""
+    publish_ms: Annotated[int, Meta(ge=20, le=5_000, description="period of the cluster view; changes of membership go out at once")] = 300
+    lost_after_ms: Annotated[int, Meta(ge=1_000, description="silence after which a node is fenced and declared lost")] = 30_000
+    vanish_share: Annotated[float, Meta(gt=0, le=1, description="when more than this share of nodes is silent, none is lost")] = 0.3
+    forget_ms: Annotated[int, Meta(ge=1_000, description="how long a lost node is still named in the view")] = 3_600_000
+
+
+class EdgeConfig(Room):
+    name: Annotated[str, Meta(description="name of this node (a-z 0-9 -); empty = from the host name")] = ""
+    state_dir: Annotated[str, Meta(description="records, event spool and sandbox directories of this Edge")] = "/var/lib/dsec"
+    backends: Annotated[tuple[str, ...], Meta(description="backends that this node offers")] = ("container",)
+    labels: Annotated[dict[str, str], Meta(description="labels that a spec's node_labels select")] = {}
+    devices: Annotated[tuple[str, ...], Meta(description="devices that this node offers")] = ()
+    slots: Annotated[int, Meta(ge=1, le=1_000_000, description="sandboxes at most, paused ones not counted")] = 4_000
+    memory: Annotated[int, Meta(ge=0, description="memory for sandboxes; 0 = what the node has less memory_reserve")] = 0
+    memory_reserve: Annotated[int, Meta(ge=0, description="kept for the Edge, the holder and the page cache")] = GIB
+    memory_overcommit: Annotated[float, Meta(gt=0, le=64, description="memory limits admitted per byte of memory")] = 1.0
+    cpus: Annotated[float, Meta(ge=0, description="cores for sandboxes; 0 = what the node has")] = 0.0
+    cpu_overcommit: Annotated[float, Meta(gt=0, le=1_000, description="cpu shares admitted per core")] = 32.0
+    pids: Annotated[int, Meta(ge=0, description="processes expected at most; 0 = pid_max - 4096")] = 0
+    pids_overcommit: Annotated[float, Meta(gt=0, le=1_000, description="process limits admitted per expected process")] = 16.0
+    starting_max: Annotated[int, Meta(ge=0, le=1_000, description="sandboxes launched at one time; 0 = 2 a core, 4 to 8")] = 0
+    queue_max: Annotated[int, Meta(ge=1, description="accepted sandboxes that may wait for their launch")] = 20_000
+    heartbeat_ms: Annotated[int, Meta(ge=20, description="period of heartbeats")] = 1_000
+    sweep_ms: Annotated[int, Meta(ge=10, description="period of the one timer that looks at idle, lease and deadline clocks")] = 1_000
+    coalesce_ms: Annotated[int, Meta(ge=0, le=100, description="how long news of a burst wait for more of the same")] = 5
+    unclaimed_ms: Annotated[int, Meta(ge=100, description="a sandbox of a lease that the lease never names is reaped after this")] = 60_000
+    stopped_retention_ms: Annotated[int, Meta(ge=0, description="how long the end of a sandbox is remembered")] = 3_600_000
+    paused_ttl_ms: Annotated[int, Meta(ge=0, description="a sandbox paused for longer is stopped; 0 = never")] = 604_800_000
+    on_shutdown: Annotated[str, Meta(pattern="^(keep|stop)$", description="what SIGTERM does to sandboxes: keep | stop")] = "keep"
+    stop_parallel: Annotated[int, Meta(ge=1, le=1_000, description="sandboxes stopped at one time")] = 16
+
+
+class FakeConfig(Room):
+    launch_ms: Annotated[float, Meta(ge=0, description="how long a launch of the fake backend takes")] = 0.0
+
+
+class ContainerConfig(Room):
+    runtime: Annotated[str, Meta(description="OCI runtime: auto | crun | runc, or a path")] = "auto"
+    cgroup_root: Annotated[str, Meta(description="group below which sandboxes live; empty = dsec")] = ""
+    userns: Annotated[bool, Meta(description="user namespaces for all sandboxes")] = True
+
+
+class LayersConfig(Room):
+    store_dir: Annotated[str, Meta(description="layer store of this node; empty = <edge.state_dir>/layers")] = ""
+
+
+class UpConfig(Room):
+    nats_port: Annotated[int, Meta(ge=0, le=65_535, description="port of the embedded nats-server; 0 = any free one")] = 4222
+    schedulers: Annotated[int, Meta(ge=1, le=64, description="Scheduler instances that `dsec up` starts")] = 1
+
+
+class LogConfig(Room):
+    level: Annotated[str, Meta(pattern="^(debug|info|warning|error)$", description="debug | info | warning | error")] = "info"
+    json: Annotated[bool, Meta(description="one JSON object a line instead of text")] = False
+
+
+class Config(Room):
+    """The whole configuration, as `load` returns it."""
+
+    bus: BusConfig = BusConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()
+    watcher: WatcherConfig = WatcherConfig()
+    edge: EdgeConfig = EdgeConfig()
+    fake: FakeConfig = FakeConfig()
+    container: ContainerConfig = ContainerConfig()
+    layers: LayersConfig = LayersConfig()
+    up: UpConfig = UpConfig()
+    log: LogConfig = LogConfig()
+
+
+def rooms() -> dict[str, type[Room]]:
+    """Room name -> its Struct, in the order of the file."""
+    hints = get_type_hints(Config)
+    return {name: hints[name] for name in Config.__struct_fields__}
+
+
+def load(path: str | os.PathLike[str] | None = None, environ: Mapping[str, str] | None = None) -> Config:
+    """Read a configuration.
+
+    Args:
+        path: a TOML file; None = the file that ``DSEC_CONFIG`` names, or only defaults.
+        environ: where overrides are taken from; None = `os.environ`.
+
+    Raises:
+        InvalidRequest: an unreadable file, an unknown key, a value of the wrong type or out of range.
+    """
+    env = os.environ if environ is None else environ
+    chosen = path or env.get(ENV_FILE) or None
+    data: dict[str, Any] = {}
+    if chosen is not None:
+        try:
+            data = tomllib.loads(Path(chosen).read_text(encoding="utf-8"))
+        except OSError as error:
+            raise InvalidRequest(f"cannot read the configuration: {error.strerror}", field="config", value=str(chosen)) from error
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise InvalidRequest(f"not TOML: {error}", field="config", value=str(chosen)) from error
+    return parse(data, env)
+
+
+def parse(data: Mapping[str, Any], environ: Mapping[str, str] | None = None) -> Config:
+    """The configuration in ``data`` (tables by room) with overrides from ``environ``; errors as in `load`."""
+    known = rooms()
+    merged: dict[str, Any] = {}
+    for room, table in data.items():
+        _known(room, known, "")
+        if not isinstance(table, dict):
+            raise InvalidRequest("must be a table", field=room, value=table, fix=f"write [{room}]")
+        for key in table:
+            _known(key, known[room].__struct_fields__, room)
+        merged[room] = dict(table)
+    for name, text in (environ or {}).items():
+        if not name.startswith(ENV_PREFIX) or "__" not in name:
+            continue
+        room, _, key = name[len(ENV_PREFIX) :].lower().partition("__")
+        _known(room, known, "", name)
+        _known(key, known[room].__struct_fields__, room, name)
+        merged.setdefault(room, {})[key] = _from_text(known[room], key, text)
+    try:
+        return msgspec.convert(merged, Config)
+    except msgspec.ValidationError as error:
+        what, _, where = str(error).partition(" - at ")
+        raise InvalidRequest(what[:1].lower() + what[1:], field=where.strip("`").removeprefix("$.")) from error
+
+
+def _known(key: str, allowed: Any, room: str, given: str = "") -> None:
+    if key in allowed:
+        return
+    near = difflib.get_close_matches(key, list(allowed), n=3)
+    fix = f"did you mean {' or '.join(near)}" if near else f"known here: {', '.join(allowed)}"
+    path = f"{room}.{key}" if room else key
+    raise InvalidRequest("unknown key in the configuration", field=path, value=given, fix=fix)
+
+
+def _from_text(room: type[Room], key: str, text: str) -> Any:
+    """A value of the environment: TOML where it is TOML, else the text itself; keys of type str always take the text."""
+    default = getattr(room(), key)
+    if isinstance(default, str):
+        return text
+    try:
+        return tomllib.loads(f"v = {text}")["v"]
+    except tomllib.TOMLDecodeError:
+        if isinstance(default, tuple):
+            return [part.strip() for part in text.split(",") if part.strip()]
+        return text
+
+
+def render() -> str:
+    """config/dsec.toml: every key, its default, one line of comment."""
+    lines = [
+        "# Every key of DSec's configuration with its default. Times are milliseconds, sizes bytes.",
+        "# DSEC_<ROOM>__<KEY>=value in the environment overrides a key, e.g. DSEC_EDGE__SLOTS=100.",
+    ]
+    for room, struct in rooms().items():
+        lines += ["", f"[{room}]"]
+        defaults = struct()
+        for key, hint in get_type_hints(struct, include_extras=True).items():
+            note = next((m.description for m in getattr(hint, "__metadata__", ()) if isinstance(m, Meta) and m.description), "")
+            lines += [f"# {note}", f"{key} = {_toml(getattr(defaults, key))}"]
+    return "\n".join(lines) + "\n"
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key} = {_toml(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, tuple):
+        return "[" + ", ".join(_toml(item) for item in value) + "]"
+    return json.dumps(value)
