@@ -17,14 +17,14 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 # ------------------------------------------------------------------ create (a single create is a burst of one)
-class Lease(Message, kw_only=True):
+class Lease(Message, frozen=True, kw_only=True):
     """A client's claim on its job: renewed every ttl/3, listing what it holds. Its id outlives a connection."""
 
     id: str
     ttl_ms: int = 30_000
 
 
-class CreateItem(Message, kw_only=True):
+class CreateItem(Message, frozen=True, kw_only=True):
     """``count`` sandboxes of ``specs[spec]`` with the burst's indices first…first+count-1."""
 
     spec: int
@@ -32,7 +32,7 @@ class CreateItem(Message, kw_only=True):
     count: int = 1
 
 
-class CreateRequest(Message, kw_only=True):
+class CreateRequest(Message, frozen=True, kw_only=True):
     """client -> api.create. One slice (< 512 KiB) of a burst; every slice repeats the burst's id and names its own specs.
 
     The Scheduler acknowledges within 500 ms with `CreateAck`; all else arrives at ``inbox`` as `BurstNews`.
@@ -47,17 +47,17 @@ class CreateRequest(Message, kw_only=True):
     lease: Lease | None = None
 
 
-class CreateAck(Message, kw_only=True):
+class CreateAck(Message, frozen=True, kw_only=True):
     scheduler: str
     known: bool = False  # this burst slice was already taken
 
 
-class LaunchItem(Message, kw_only=True):
+class LaunchItem(Message, frozen=True, kw_only=True):
     index: int
     spec: int
 
 
-class LaunchRequest(Message, kw_only=True):
+class LaunchRequest(Message, frozen=True, kw_only=True):
     """Scheduler -> edge.<edge>.launch: one batch. Answered with `LaunchReply` after admission and the fsynced record."""
 
     burst: str
@@ -70,7 +70,7 @@ class LaunchRequest(Message, kw_only=True):
     lease: Lease | None = None
 
 
-class Refusal(Message, kw_only=True):
+class Refusal(Message, frozen=True, kw_only=True):
     """``filter`` names what refused (memory, slots, pids, backend, arch, …). Final errors (`final`) are the caller's fault and not re-placed."""
 
     index: int
@@ -79,32 +79,32 @@ class Refusal(Message, kw_only=True):
     final: bool = False
 
 
-class LaunchReply(Message, kw_only=True):
+class LaunchReply(Message, frozen=True, kw_only=True):
     edge: str
     accepted: tuple[int, ...] = ()
     refused: tuple[Refusal, ...] = ()
     load: NodeLoad | None = None
 
 
-class Placed(Message, kw_only=True):
+class Placed(Message, frozen=True, kw_only=True):
     index: int
     ulid: str
 
 
-class Failed(Message, kw_only=True):
+class Failed(Message, frozen=True, kw_only=True):
     index: int
     ulid: str = ""
     error: ErrorBody
 
 
-class ReadyItem(Message, kw_only=True):
+class ReadyItem(Message, frozen=True, kw_only=True):
     index: int
     ulid: str
     layers: tuple[LayerRef, ...] = ()
     degraded: tuple[str, ...] = ()
 
 
-class BurstNews(Message, kw_only=True):
+class BurstNews(Message, frozen=True, kw_only=True):
     """Edge (accepted, ready, failed) or Scheduler (failed) -> the caller's inbox, batched."""
 
     burst: str
@@ -114,7 +114,7 @@ class BurstNews(Message, kw_only=True):
     failed: tuple[Failed, ...] = ()
 
 
-class LeaseRenew(Message, kw_only=True):
+class LeaseRenew(Message, frozen=True, kw_only=True):
     """client -> lease.<edge>: "I live, and hold exactly these of ``burst``es I asked for". ``claims`` and ``drops`` are deltas since the last
     renewal (repeated until acknowledged); ``end`` ends the lease at once."""
 
@@ -126,18 +126,18 @@ class LeaseRenew(Message, kw_only=True):
     end: bool = False
 
 
-class LeaseAck(Message, kw_only=True):
+class LeaseAck(Message, frozen=True, kw_only=True):
     seq: int = 0
     held: int = 0
     unknown: tuple[str, ...] = ()  # claimed ulids that this Edge does not have
 
 
 # ------------------------------------------------------------------ one sandbox
-class Empty(Message, kw_only=True):
+class Empty(Message, frozen=True, kw_only=True):
     """A request or reply without content."""
 
 
-class ExecRequest(Message, kw_only=True):
+class ExecRequest(Message, frozen=True, kw_only=True):
     """sb.exec: start ``op`` unless it is known, then wait up to ``wait_ms`` for its end. Repeating it is harmless."""
 
     op: str
@@ -145,11 +145,11 @@ class ExecRequest(Message, kw_only=True):
     wait_ms: int = 0
 
 
-class ExecReply(Message, kw_only=True):
+class ExecReply(Message, frozen=True, kw_only=True):
     status: OpStatus
 
 
-class OutputRequest(Message, kw_only=True):
+class OutputRequest(Message, frozen=True, kw_only=True):
     """sb.output: publish both streams from these offsets to subjects.output(...) until they end or credit runs out.
 
     ``reader`` tells readers apart: the newest holds the stream."""
@@ -161,7 +161,7 @@ class OutputRequest(Message, kw_only=True):
     credit: int = 4 * 1024 * 1024  # absolute: bytes of both streams together that may be sent since the request
 
 
-class CreditRequest(Message, kw_only=True):
+class CreditRequest(Message, frozen=True, kw_only=True):
     """sb.credit (published, no reply): absolute credit, resent each second; loss delays, never deadlocks. ``close``: the reader leaves."""
 
     op: str
@@ -170,7 +170,7 @@ class CreditRequest(Message, kw_only=True):
     close: bool = False
 
 
-class OutputChunk(Message, kw_only=True):
+class OutputChunk(Message, frozen=True, kw_only=True):
     """On subjects.output: at most 128 KiB. ``end`` on the last message of the op, with its status."""
 
     reader: str
@@ -182,49 +182,49 @@ class OutputChunk(Message, kw_only=True):
     error: ErrorBody | None = None
 
 
-class InputRequest(Message, kw_only=True):
+class InputRequest(Message, frozen=True, kw_only=True):
     op: str
     offset: int
     data: bytes = b""
     eof: bool = False
 
 
-class InputReply(Message, kw_only=True):
+class InputReply(Message, frozen=True, kw_only=True):
     accepted: int  # absolute offset; resend from here
 
 
-class SignalRequest(Message, kw_only=True):
+class SignalRequest(Message, frozen=True, kw_only=True):
     op: str
     signal: int
     tree: bool = True
 
 
-class ResizeRequest(Message, kw_only=True):
+class ResizeRequest(Message, frozen=True, kw_only=True):
     op: str
     rows: int
     cols: int
 
 
-class OpsReply(Message, kw_only=True):
+class OpsReply(Message, frozen=True, kw_only=True):
     ops: tuple[OpStatus, ...] = ()
 
 
-class StopRequest(Message, kw_only=True):
+class StopRequest(Message, frozen=True, kw_only=True):
     grace_ms: int = 0
 
 
-class InfoReply(Message, kw_only=True):
+class InfoReply(Message, frozen=True, kw_only=True):
     info: SandboxInfo
 
 
-class LogReply(Message, kw_only=True):
+class LogReply(Message, frozen=True, kw_only=True):
     """sb.log: the lifecycle's story of one sandbox, as lines."""
 
     lines: tuple[str, ...] = ()
 
 
 # ------------------------------------------------------------------ many sandboxes (scatter-gather)
-class Selector(Message, kw_only=True):
+class Selector(Message, frozen=True, kw_only=True):
     """all.list / all.stop / all.pause / all.resume: labels (all must match), ids, states."""
 
     labels: dict[str, str] = {}
@@ -235,24 +235,24 @@ class Selector(Message, kw_only=True):
     limit: int = 10_000
 
 
-class ListReply(Message, kw_only=True):
+class ListReply(Message, frozen=True, kw_only=True):
     edge: str
     sandboxes: tuple[SandboxInfo, ...] = ()
     more: bool = False
 
 
-class ItemResult(Message, kw_only=True):
+class ItemResult(Message, frozen=True, kw_only=True):
     id: str
     error: ErrorBody | None = None
 
 
-class ManyReply(Message, kw_only=True):
+class ManyReply(Message, frozen=True, kw_only=True):
     edge: str
     results: tuple[ItemResult, ...] = ()
 
 
 # ------------------------------------------------------------------ nodes and the cluster
-class NodeLoad(Message, kw_only=True):
+class NodeLoad(Message, frozen=True, kw_only=True):
     """The admission ledger in numbers; memory in bytes."""
 
     memory_free: int = 0
@@ -266,7 +266,7 @@ class NodeLoad(Message, kw_only=True):
     starting_max: int = 0
 
 
-class Heartbeat(Message, kw_only=True):
+class Heartbeat(Message, frozen=True, kw_only=True):
     """1 Hz on hb.<edge>. ``incarnation`` = state directory's UUID + start counter."""
 
     edge: str
@@ -285,7 +285,7 @@ class Heartbeat(Message, kw_only=True):
     loop_lag_ms: float = 0.0
 
 
-class ClusterView(Message, kw_only=True):
+class ClusterView(Message, frozen=True, kw_only=True):
     """view: what the Watcher knows; Schedulers place from it."""
 
     watcher: str
@@ -295,19 +295,19 @@ class ClusterView(Message, kw_only=True):
     lost: tuple[str, ...] = ()
 
 
-class DrainRequest(Message, kw_only=True):
+class DrainRequest(Message, frozen=True, kw_only=True):
     mode: str = "wait"  # wait | stop | pause
     undo: bool = False
 
 
-class EdgeInfo(Message, kw_only=True):
+class EdgeInfo(Message, frozen=True, kw_only=True):
     heartbeat: Heartbeat
     capabilities: tuple[dict[str, object], ...] = ()
     degraded: tuple[str, ...] = ()
 
 
 # ------------------------------------------------------------------ events
-class Event(Message, kw_only=True):
+class Event(Message, frozen=True, kw_only=True):
     """One line of a sandbox's or a node's life. Order is (incarnation, n); consumers dedupe by (sb, incarnation, n)."""
 
     v: int = 1
@@ -324,7 +324,7 @@ class Event(Message, kw_only=True):
     detail: dict[str, object] = {}
 
 
-class EventBatch(Message, kw_only=True):
+class EventBatch(Message, frozen=True, kw_only=True):
     """Several events in one message of DSEC_EVENTS (one per burst slice)."""
 
     events: tuple[Event, ...]
