@@ -29,7 +29,7 @@ class Room(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """Base of all rooms of the configuration."""
 
 
-class BusConfig(Room):
+class BusConfig(Room, frozen=True):
     url: Annotated[str, Meta(description="NATS server(s), separated by commas")] = "nats://127.0.0.1:4222"
     scale_unit: Annotated[str, Meta(pattern="^[A-Za-z0-9_-]{1,32}$", description="scale unit: the <u> of every subject")] = "main"
     creds: Annotated[str, Meta(description="file with NATS credentials; empty = none")] = ""
@@ -41,7 +41,7 @@ class BusConfig(Room):
     spool_max_bytes: Annotated[int, Meta(ge=1 << 16, description="bound of the Edge's spool of events while JetStream is away")] = 64 << 20
 
 
-class SchedulerConfig(Room):
+class SchedulerConfig(Room, frozen=True):
     name: Annotated[str, Meta(description="name of this instance; empty = made up at start")] = ""
     power_of_k: Annotated[int, Meta(ge=1, le=16, description="nodes sampled for each sandbox; the least loaded is taken")] = 2
     view_max_age_ms: Annotated[int, Meta(ge=1_000, description="heartbeats older than this are not placed upon")] = 5_000
@@ -52,7 +52,7 @@ class SchedulerConfig(Room):
     remember_ms: Annotated[int, Meta(ge=1_000, description="how long a burst's slices are recognised as already taken")] = 600_000
 
 
-class WatcherConfig(Room):
+class WatcherConfig(Room, frozen=True):
     name: Annotated[str, Meta(description="name of this instance; empty = made up at start")] = ""
     publish_ms: Annotated[int, Meta(ge=20, le=5_000, description="period of the cluster view; changes of membership go out at once")] = 300
     lost_after_ms: Annotated[int, Meta(ge=1_000, description="silence after which a node is fenced and declared lost")] = 30_000
@@ -60,7 +60,7 @@ class WatcherConfig(Room):
     forget_ms: Annotated[int, Meta(ge=1_000, description="how long a lost node is still named in the view")] = 3_600_000
 
 
-class EdgeConfig(Room):
+class EdgeConfig(Room, frozen=True):
     name: Annotated[str, Meta(description="name of this node (a-z 0-9 -); empty = from the host name")] = ""
     state_dir: Annotated[str, Meta(description="records, event spool and sandbox directories of this Edge")] = "/var/lib/dsec"
     backends: Annotated[tuple[str, ...], Meta(description="backends that this node offers")] = ("container",)
@@ -86,31 +86,31 @@ class EdgeConfig(Room):
     stop_parallel: Annotated[int, Meta(ge=1, le=1_000, description="sandboxes stopped at one time")] = 16
 
 
-class FakeConfig(Room):
+class FakeConfig(Room, frozen=True):
     launch_ms: Annotated[float, Meta(ge=0, description="how long a launch of the fake backend takes")] = 0.0
 
 
-class ContainerConfig(Room):
+class ContainerConfig(Room, frozen=True):
     runtime: Annotated[str, Meta(description="OCI runtime: auto | crun | runc, or a path")] = "auto"
     cgroup_root: Annotated[str, Meta(description="group below which sandboxes live; empty = dsec")] = ""
     userns: Annotated[bool, Meta(description="user namespaces for all sandboxes")] = True
 
 
-class LayersConfig(Room):
+class LayersConfig(Room, frozen=True):
     store_dir: Annotated[str, Meta(description="layer store of this node; empty = <edge.state_dir>/layers")] = ""
 
 
-class UpConfig(Room):
+class UpConfig(Room, frozen=True):
     nats_port: Annotated[int, Meta(ge=0, le=65_535, description="port of the embedded nats-server; 0 = any free one")] = 4222
     schedulers: Annotated[int, Meta(ge=1, le=64, description="Scheduler instances that `dsec up` starts")] = 1
 
 
-class LogConfig(Room):
+class LogConfig(Room, frozen=True):
     level: Annotated[str, Meta(pattern="^(debug|info|warning|error)$", description="debug | info | warning | error")] = "info"
     json: Annotated[bool, Meta(description="one JSON object a line instead of text")] = False
 
 
-class Config(Room):
+class Config(Room, frozen=True):
     """The whole configuration, as `load` returns it."""
 
     bus: BusConfig = BusConfig()

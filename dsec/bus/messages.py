@@ -283,6 +283,7 @@ class Heartbeat(Message, frozen=True, kw_only=True):
     draining: bool = False
     layers: int = 0
     loop_lag_ms: float = 0.0
+    tmpfs_upper: bool = False  # disk_mode "auto" means tmpfs here: admission adds the upper's bytes to memory
 
 
 class ClusterView(Message, frozen=True, kw_only=True):

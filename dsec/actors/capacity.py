@@ -1,0 +1,141 @@
+"""The admission ledger of an Edge: what is promised to sandboxes, never above a limit at any instant. Pure.
+
+Memory is a hard promise: the memory limit plus the bytes of a tmpfs upper (they are memory too). CPU is a share that may be
+overcommitted. Processes are admitted by what is expected of them, slots by count; what is being started is capped apart.
+Each reservation has one owner (a ulid); reserving twice or releasing twice changes nothing.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import msgspec
+
+from dsec.bus.messages import NodeLoad
+from dsec.config import EdgeConfig
+from dsec.model import SandboxSpec
+
+
+class Limits(msgspec.Struct, frozen=True, kw_only=True):
+    """What may be promised, overcommit included."""
+
+    memory: int
+    cpus: float
+    slots: int
+    pids: int
+    starting: int
+
+
+class Demand(msgspec.Struct, frozen=True):
+    """What one sandbox takes."""
+
+    memory: int
+    cpus: float
+    pids: int
+
+
+def demand(spec: SandboxSpec, *, tmpfs_upper: bool) -> Demand:
+    """What ``spec`` takes; the upper's bytes count as memory where it lives on tmpfs."""
+    r = spec.resources
+    on_tmpfs = spec.disk_mode == "tmpfs" or (spec.disk_mode == "auto" and tmpfs_upper)
+    return Demand(r.memory + (r.disk if on_tmpfs else 0), r.cpus, r.pids)
+
+
+def limits(config: EdgeConfig, *, memory: int, cpus: int, pid_max: int) -> Limits:
+    """The ledger's limits from the configuration and what the node has."""
+    room = config.memory or max(0, memory - config.memory_reserve)
+    pids = config.pids or max(64, pid_max - 4096)
+    return Limits(
+        memory=int(room * config.memory_overcommit),
+        cpus=(config.cpus or cpus) * config.cpu_overcommit,
+        slots=config.slots,
+        pids=int(pids * config.pids_overcommit),
+        starting=config.starting_max or max(4, min(8, 2 * cpus)),
+    )
+
+
+def node_has() -> tuple[int, int, int]:
+    """(bytes of memory, cores, pid_max) of this node; the one function here that reads the system."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return memory, len(os.sched_getaffinity(0)), int(Path("/proc/sys/kernel/pid_max").read_text())
+
+
+class Ledger:
+    """Who holds what. All methods are O(1)."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+        self.held: dict[str, Demand] = {}
+        self.memory = 0
+        self.cpus = 0.0
+        self.pids = 0
+
+    def refuses(self, want: Demand) -> str:
+        """The name of the first filter that has no room for ``want``, with figures; "" when it fits."""
+        most = self.limits
+        if len(self.held) + 1 > most.slots:
+            return "slots"
+        if self.memory + want.memory > most.memory:
+            return "memory"
+        if self.cpus + want.cpus > most.cpus + 1e-6:
+            return "cpus"
+        if self.pids + want.pids > most.pids:
+            return "pids"
+        return ""
+
+    def never_fits(self, want: Demand) -> str:
+        """The filter that would refuse ``want`` even on this node when empty; "" when it could fit."""
+        most = self.limits
+        if want.memory > most.memory:
+            return "memory"
+        if want.cpus > most.cpus + 1e-6:
+            return "cpus"
+        return "pids" if want.pids > most.pids else ""
+
+    def explain(self, filter: str, want: Demand) -> str:
+        """One sentence for a person."""
+        most = self.limits
+        text = {
+            "slots": f"{len(self.held)} of {most.slots} slots are taken",
+            "memory": f"{want.memory >> 20} MiB wanted, {(most.memory - self.memory) >> 20} of {most.memory >> 20} MiB free",
+            "cpus": f"{want.cpus:g} cpus wanted, {most.cpus - self.cpus:g} of {most.cpus:g} shares free",
+            "pids": f"{want.pids} processes wanted, {most.pids - self.pids} of {most.pids} free",
+        }
+        return text.get(filter, filter)
+
+    def reserve(self, owner: str, want: Demand, *, force: bool = False) -> str:
+        """Take ``want`` for ``owner``; answers the filter that refused, or "". ``force`` is for adoption: what runs is a fact."""
+        if owner in self.held:
+            return ""
+        if not force and (filter := self.refuses(want)):
+            return filter
+        self.held[owner] = want
+        self.memory += want.memory
+        self.cpus += want.cpus
+        self.pids += want.pids
+        return ""
+
+    def release(self, owner: str) -> bool:
+        """Give back what ``owner`` holds; False when it held nothing."""
+        had = self.held.pop(owner, None)
+        if had is None:
+            return False
+        self.memory -= had.memory
+        self.cpus = self.cpus - had.cpus if self.held else 0.0  # no drift of floats
+        self.pids -= had.pids
+        return True
+
+    def load(self, starting: int) -> NodeLoad:
+        most = self.limits
+        return NodeLoad(
+            memory_free=most.memory - self.memory,
+            memory_total=most.memory,
+            cpus_total=most.cpus,
+            cpus_reserved=self.cpus,
+            slots_free=most.slots - len(self.held),
+            slots_total=most.slots,
+            pids_free=most.pids - self.pids,
+            starting=starting,
+            starting_max=most.starting,
+        )
