@@ -17,6 +17,7 @@ import errno
 import os
 import platform
 import signal
+import struct
 from collections.abc import Sequence
 
 AT_FDCWD = -100
@@ -95,6 +96,7 @@ _NR = {
     "fsmount": 432,
     "openat2": 437,
     "mount_setattr": 442,
+    "landlock_create_ruleset": 444,
 }
 _ARCHES = ("x86_64", "aarch64")
 
@@ -368,3 +370,48 @@ def openat2(dirfd: int, path: str | bytes, flags: int, mode: int = 0, resolve: i
     """Open below ``dirfd`` as if it were the root (by default), so no link and no ``..`` leaves it. Close-on-exec."""
     how = _OpenHow(flags | os.O_CLOEXEC, mode, resolve)
     return _syscall("openat2", dirfd, _bytes(path), ctypes.byref(how), ctypes.sizeof(how), subject=path)
+
+
+# --- what this kernel can do (dsec doctor asks; nothing stays) --------------------------------------------------------
+
+
+def landlock_abi() -> int:
+    """Version of the Landlock ABI, 0 where there is none (landlock_create_ruleset with LANDLOCK_CREATE_RULESET_VERSION)."""
+    try:
+        return _syscall("landlock_create_ruleset", None, 0, 1)
+    except OSError as error:
+        if error.errno in (errno.ENOSYS, errno.EOPNOTSUPP):
+            return 0
+        raise
+
+
+def bpf_prog_load(prog_type: int, expected_attach_type: int = 0) -> int:
+    """Loads the program ``r0 = 1; exit`` and returns its descriptor: shows whether the kernel takes this type (linux/bpf.h).
+
+    Raises `OSError` EPERM (not allowed), EINVAL (the type is not built in).
+    """
+    instructions = ctypes.create_string_buffer(b"\xb7\x00\x00\x00\x01\x00\x00\x00" + b"\x95" + bytes(7), 16)
+    text = ctypes.create_string_buffer(b"GPL")
+    attributes = ctypes.create_string_buffer(128)
+    struct.pack_into("=IIQQ", attributes, 0, prog_type, 2, ctypes.addressof(instructions), ctypes.addressof(text))
+    struct.pack_into("=I", attributes, 68, expected_attach_type)
+    number = 321 if platform.machine() == "x86_64" else 280
+    result = int(_libc.syscall(ctypes.c_long(number), ctypes.c_long(5), attributes, ctypes.c_long(len(attributes))))
+    if result < 0:
+        raise oserror("bpf(BPF_PROG_LOAD)")
+    return result
+
+
+def fanotify_init(flags: int, event_flags: int = os.O_RDONLY | os.O_CLOEXEC) -> int:
+    """A fanotify descriptor (fanotify_init(2)). Raises `OSError` EINVAL where the kernel lacks a flag, EPERM without CAP_SYS_ADMIN."""
+    result = int(_libc.fanotify_init(ctypes.c_uint(flags), ctypes.c_uint(event_flags)))
+    if result < 0:
+        raise oserror("fanotify_init")
+    return result
+
+
+def fanotify_mark(fd: int, flags: int, mask: int, path: str) -> None:
+    """Adds or removes a mark on a path (fanotify_mark(2))."""
+    call = _libc.fanotify_mark(ctypes.c_int(fd), ctypes.c_uint(flags), ctypes.c_uint64(mask), ctypes.c_int(AT_FDCWD), os.fsencode(path))
+    if call < 0:
+        raise oserror("fanotify_mark", path)
