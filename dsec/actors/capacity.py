@@ -93,7 +93,7 @@ class Ledger:
             return "cpus"
         return "pids" if want.pids > most.pids else ""
 
-    def explain(self, filter: str, want: Demand) -> str:
+    def explain(self, refused_by: str, want: Demand) -> str:
         """One sentence for a person."""
         most = self.limits
         text = {
@@ -102,14 +102,14 @@ class Ledger:
             "cpus": f"{want.cpus:g} cpus wanted, {most.cpus - self.cpus:g} of {most.cpus:g} shares free",
             "pids": f"{want.pids} processes wanted, {most.pids - self.pids} of {most.pids} free",
         }
-        return text.get(filter, filter)
+        return text.get(refused_by, refused_by)
 
     def reserve(self, owner: str, want: Demand, *, force: bool = False) -> str:
         """Take ``want`` for ``owner``; answers the filter that refused, or "". ``force`` is for adoption: what runs is a fact."""
         if owner in self.held:
             return ""
-        if not force and (filter := self.refuses(want)):
-            return filter
+        if not force and (refused_by := self.refuses(want)):
+            return refused_by
         self.held[owner] = want
         self.memory += want.memory
         self.cpus += want.cpus

@@ -170,11 +170,11 @@ class Life(msgspec.Struct, frozen=True):
     release_error: str = ""
 
 
-def step(life: Life, event: On, exit: Exit | None = None, *, detail: str = "", story: Story | None = None) -> tuple[Life, tuple[Do, ...]]:
+def step(life: Life, event: On, how: Exit | None = None, *, detail: str = "", story: Story | None = None) -> tuple[Life, tuple[Do, ...]]:
     """The next life and what the shell must do, in order.
 
     Args:
-        exit: how it ended, when the event knows (exited: code, signal, oom); else made from the event and ``detail``.
+        how: how it ended, when the event knows (exited: code, signal, oom); else made from the event and ``detail``.
         story: gets one line for each event; quoted when the event is impossible.
 
     Raises:
@@ -191,15 +191,15 @@ def step(life: Life, event: On, exit: Exit | None = None, *, detail: str = "", s
     new = TABLE[old, event] or life.origin or S.RUNNING
     if story is not None:
         story.add(f"{old} -> {new}: {event}{f' ({detail})' if detail else ''}")
-    return _enter(life, old, event, new, exit, detail)
+    return _enter(life, old, event, new, how, detail)
 
 
-def _enter(life: Life, old: State, event: On, new: State, exit: Exit | None, detail: str) -> tuple[Life, tuple[Do, ...]]:
+def _enter(life: Life, old: State, event: On, new: State, how: Exit | None, detail: str) -> tuple[Life, tuple[Do, ...]]:
     if new is S.STOPPING and old is S.STOPPING:  # release_failed: stays, is retried, keeps its reservation
         return msgspec.structs.replace(life, release_error=detail or "release failed"), (Do.WAKE_WAITERS,)
     ended = life.exit
     if ended is None and event in _REASON:
-        ended = exit or Exit(reason=_REASON[event], detail=detail)
+        ended = how or Exit(reason=_REASON[event], detail=detail)
     origin = old if new is S.CAPTURING else None
     ready = life.ready or (new is S.RUNNING and event in (On.READY, On.ADOPTED)) or (new is S.PAUSED and event is On.ADOPTED_PAUSED)
     after = Life(state=new, origin=origin, exit=ended, ready=ready)
