@@ -1,0 +1,284 @@
+"""The Edge's durable records: SQLite, WAL, synchronous=FULL, one writer thread with group commit.
+
+The truth about a sandbox lives here and is on disk before anybody is told. All writes that arrive while one commit is on its way go
+into the next one, so a burst costs few fsyncs. The event loop only appends to a queue and awaits a future.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import os
+import queue
+import sqlite3
+import threading
+import uuid
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+import msgspec
+import structlog
+
+from dsec.errors import Conflict, NodeError
+from dsec.model import Exit, LayerRef, SandboxSpec, State
+
+log = structlog.get_logger("dsec.store")
+
+# Statements by version: a database of version n gets MIGRATIONS[n:] in one transaction. Never edit an entry; append.
+MIGRATIONS: tuple[tuple[str, ...], ...] = (
+    (
+        "CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID",
+        """CREATE TABLE sandbox (
+            ulid TEXT PRIMARY KEY, burst TEXT NOT NULL, idx INTEGER NOT NULL, principal TEXT NOT NULL, project TEXT NOT NULL,
+            state TEXT NOT NULL, record BLOB NOT NULL, ended REAL NOT NULL DEFAULT 0
+        ) WITHOUT ROWID""",
+        "CREATE UNIQUE INDEX sandbox_request ON sandbox (principal, project, burst, idx)",
+        "CREATE INDEX sandbox_ended ON sandbox (ended) WHERE ended > 0",
+    ),
+)
+
+
+class Record(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """One sandbox as it stands on disk. ``plan`` is the LaunchPlan as msgpack, opaque here."""
+
+    ulid: str
+    burst: str
+    index: int
+    principal: str
+    project: str
+    spec: SandboxSpec
+    state: State = State.PENDING
+    lease: str = ""
+    lease_ttl_ms: int = 0
+    claimed: bool = False
+    layers: tuple[LayerRef, ...] = ()
+    degraded: tuple[str, ...] = ()
+    plan: bytes = b""
+    created_ts: float = 0.0
+    ttl_left_ms: int = 0
+    exit: Exit | None = None
+    ended_ts: float = 0.0
+
+
+class Store(Protocol):
+    """What an Edge asks of its records. Writes are durable when the awaited call returns."""
+
+    incarnation: str
+
+    async def open(self) -> list[Record]:
+        """Open, migrate, count this start; answers every record."""
+        ...
+
+    async def insert(self, records: Iterable[Record]) -> None: ...
+
+    async def update(self, record: Record) -> None: ...
+
+    def post(self, record: Record) -> None:
+        """As `update`, without waiting: for changes that a restart would find out anyway."""
+        ...
+
+    async def forget(self, ended_before: float) -> None:
+        """Remove records of sandboxes that ended before this wall-clock time."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(Record).decode
+_INSERT = "INSERT INTO sandbox (ulid, burst, idx, principal, project, state, record, ended) VALUES (?, ?, ?, ?, ?, ?, ?, ?)"
+_UPDATE = "UPDATE sandbox SET state = ?, record = ?, ended = ? WHERE ulid = ?"
+_Job = tuple[str, list[tuple[Any, ...]], "asyncio.Future[None] | None"]
+
+
+class SqliteStore:
+    """`Store` on a directory; one Edge at a time may hold it (flock)."""
+
+    def __init__(self, state_dir: str | os.PathLike[str]) -> None:
+        self._dir = Path(state_dir)
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._lock = -1
+        self._broken: BaseException | None = None
+        self.incarnation = ""
+
+    async def open(self) -> list[Record]:
+        """Raises `Conflict` when another Edge holds the directory, `NodeError` for a database of a newer version."""
+        self._loop = asyncio.get_running_loop()
+        opened: asyncio.Future[list[Record]] = self._loop.create_future()
+        self._thread = threading.Thread(target=self._write, args=(opened,), name="dsec-store", daemon=True)
+        self._thread.start()
+        return await opened
+
+    async def insert(self, records: Iterable[Record]) -> None:
+        await self._do(_INSERT, [(r.ulid, r.burst, r.index, r.principal, r.project, r.state, _encode(r), r.ended_ts) for r in records])
+
+    async def update(self, record: Record) -> None:
+        await self._do(_UPDATE, [_row(record)])
+
+    def post(self, record: Record) -> None:
+        self._jobs.put((_UPDATE, [_row(record)], None))
+
+    async def forget(self, ended_before: float) -> None:
+        await self._do("DELETE FROM sandbox WHERE ended > 0 AND ended < ?", [(ended_before,)])
+
+    async def close(self) -> None:
+        """Everything posted before is written."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            self._jobs.put(None)
+            await asyncio.get_running_loop().run_in_executor(None, thread.join)
+
+    async def _do(self, sql: str, rows: list[tuple[Any, ...]]) -> None:
+        if not rows:
+            return
+        if self._thread is None or self._broken is not None:
+            raise NodeError("the Edge's records cannot be written", reason="store", value=str(self._broken or "closed"))
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._jobs.put((sql, rows, future))
+        await future
+
+    # ------------------------------------------------------------------ the writer thread
+    def _write(self, opened: asyncio.Future[list[Record]]) -> None:
+        loop = cast(asyncio.AbstractEventLoop, self._loop)
+        try:
+            db = self._connect()
+            records = [_decode(row[0]) for row in db.execute("SELECT record FROM sandbox ORDER BY ulid")]
+        except (Conflict, NodeError, OSError, sqlite3.Error, msgspec.MsgspecError) as error:
+            self._unlock()
+            ours = isinstance(error, Conflict | NodeError)
+            _tell(loop, opened, error=error if ours else NodeError(f"cannot open the Edge's records: {error}", reason="store"))
+            return
+        _tell(loop, opened, records)
+        try:
+            while (job := self._jobs.get()) is not None:
+                batch = [job]
+                last = False
+                with contextlib.suppress(queue.Empty):
+                    while len(batch) < 10_000:
+                        more = self._jobs.get_nowait()
+                        if more is None:
+                            last = True
+                            break
+                        batch.append(more)
+                self._commit(db, loop, batch)
+                if last:
+                    break
+        finally:
+            with contextlib.suppress(sqlite3.Error):
+                db.close()
+            self._unlock()
+
+    def _commit(self, db: sqlite3.Connection, loop: asyncio.AbstractEventLoop, batch: list[_Job]) -> None:
+        """One transaction for all; should it fail, each job alone, so that one bad row does not take the others with it."""
+        try:
+            with _transaction(db):
+                for sql, rows, _ in batch:
+                    db.executemany(sql, rows)
+        except sqlite3.Error as error:
+            if len(batch) > 1:
+                for job in batch:
+                    self._commit(db, loop, [job])
+                return
+            future = batch[0][2]
+            if not isinstance(error, sqlite3.IntegrityError):
+                log.error("store.write_failed", error=str(error))
+            if future is not None:
+                _tell(loop, future, error=NodeError(f"record not written: {error}", reason="store"))
+            return
+        done = [future for _, _, future in batch if future is not None]
+        if done:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+                loop.call_soon_threadsafe(_settle, done)
+
+    def _connect(self) -> sqlite3.Connection:
+        self._dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._lock = os.open(self._dir / "edge.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise Conflict("another Edge holds this state directory", field="edge.state_dir", value=str(self._dir)) from None
+        db = sqlite3.connect(self._dir / "edge.db", isolation_level=None, cached_statements=16)
+        db.execute("PRAGMA journal_mode=WAL")
+        db.execute("PRAGMA synchronous=FULL")
+        db.execute("PRAGMA wal_autocheckpoint=4000")
+        version = db.execute("PRAGMA user_version").fetchone()[0]
+        if version > len(MIGRATIONS):
+            raise NodeError("the records were written by a newer version", field="edge.state_dir", value=str(self._dir), reason="store")
+        with _transaction(db):
+            for statements in MIGRATIONS[version:]:
+                for statement in statements:
+                    db.execute(statement)
+            db.execute(f"PRAGMA user_version={len(MIGRATIONS)}")
+            db.execute("INSERT OR IGNORE INTO meta VALUES ('uuid', ?), ('starts', '0')", (uuid.uuid4().hex,))
+            db.execute("UPDATE meta SET value = value + 1 WHERE key = 'starts'")
+        meta = dict(db.execute("SELECT key, value FROM meta"))
+        self.incarnation = f"{meta['uuid']}.{meta['starts']}"
+        return db
+
+    def _unlock(self) -> None:
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+
+class MemoryStore:
+    """`Store` without a disk, for simulated Edges: it promises nothing after the process ends."""
+
+    def __init__(self) -> None:
+        self.records: dict[str, Record] = {}
+        self.incarnation = f"{uuid.uuid4().hex}.1"
+
+    async def open(self) -> list[Record]:
+        return list(self.records.values())
+
+    async def insert(self, records: Iterable[Record]) -> None:
+        for record in records:
+            self.records[record.ulid] = record
+
+    async def update(self, record: Record) -> None:
+        self.records[record.ulid] = record
+
+    def post(self, record: Record) -> None:
+        self.records[record.ulid] = record
+
+    async def forget(self, ended_before: float) -> None:
+        for ulid in [r.ulid for r in self.records.values() if 0 < r.ended_ts < ended_before]:
+            del self.records[ulid]
+
+    async def close(self) -> None:
+        return None
+
+
+def _row(record: Record) -> tuple[Any, ...]:
+    return record.state, _encode(record), record.ended_ts, record.ulid
+
+
+@contextlib.contextmanager
+def _transaction(db: sqlite3.Connection) -> Any:
+    db.execute("BEGIN IMMEDIATE")
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(sqlite3.Error):
+            db.execute("ROLLBACK")
+        raise
+    db.execute("COMMIT")
+
+
+def _settle(futures: list[asyncio.Future[None]]) -> None:
+    for future in futures:
+        if not future.done():
+            future.set_result(None)
+
+
+def _tell(loop: asyncio.AbstractEventLoop, future: asyncio.Future[Any], result: Any = None, error: BaseException | None = None) -> None:
+    def tell() -> None:
+        if not future.done():
+            future.set_result(result) if error is None else future.set_exception(error)
+
+    with contextlib.suppress(RuntimeError):
+        loop.call_soon_threadsafe(tell)
