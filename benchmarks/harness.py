@@ -1,0 +1,164 @@
+"""What every benchmark shares: the cluster, the nonce that proves an answer, percentiles, facts of the machine, interleaving."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import platform
+import secrets
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+import libdsec
+from dsec.actors import Cluster
+
+if TYPE_CHECKING:
+    from argparse import Namespace
+
+CACHE = Path(__file__).resolve().parent.parent / ".cache"
+MIB = 1 << 20
+
+
+class WrongAnswer(RuntimeError):
+    """A command answered something else than the nonce that was made for it: the figure would be worth nothing."""
+
+
+class Session(msgspec.Struct):
+    """A running cluster with a client, and the name of the base layer."""
+
+    cluster: Cluster
+    client: libdsec.Client
+    image: str
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """Linear interpolation between closest ranks. Raises `ValueError` of nothing."""
+    if not values:
+        raise ValueError("no values")
+    ordered = sorted(values)
+    place = (len(ordered) - 1) * percent / 100
+    low = int(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+
+
+def rounded(value: float | None, digits: int = 2) -> float | None:
+    return None if value is None else round(value, digits)
+
+
+def ratio(peer: float | None, ours: float) -> float | None:
+    """How many times the peer's time is ours; None when there is no peer."""
+    return None if peer is None else round(peer / ours, 2)
+
+
+def environment() -> dict[str, object]:
+    """Facts that a reader of the figures needs."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return {
+        "kernel": platform.release(),
+        "machine": platform.machine(),
+        "cpus": os.cpu_count(),
+        "memory_gib": round(memory / 2**30, 1),
+        "python": platform.python_version(),
+        "load": round(os.getloadavg()[0], 2),
+    }
+
+
+def run(main: Coroutine[Any, Any, dict[str, object]]) -> dict[str, object]:
+    """Run with uvloop where it is installed, as the actors do."""
+    try:
+        import uvloop  # noqa: PLC0415  (an extra)
+    except ImportError:
+        return asyncio.run(main)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(main)
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+@asynccontextmanager
+async def session(options: Namespace, **edge: object) -> AsyncIterator[Session]:
+    """A cluster of one node with an empty state directory, gone afterwards; the layer store in the cache stays."""
+    mark = f"bench-{secrets.token_hex(4)}"
+    state = Path(tempfile.mkdtemp(prefix=f"dsec-{mark}-"))
+    try:
+        async with Cluster(state_dir=state, edge_name=mark, store_dir=Path(options.cache) / "layers") as cluster:
+            image = await cluster.bootstrap(options.base, progress=say)
+            async with libdsec.connect(cluster.url) as client:
+                yield Session(cluster, client, image)
+    finally:
+        await asyncio.to_thread(shutil.rmtree, state, True)
+
+
+async def answered(sandbox: libdsec.Sandbox) -> float:
+    """Run a command that must say a nonce made now; the milliseconds until it did."""
+    word = secrets.token_hex(8)
+    started = time.perf_counter()
+    result = await sandbox.exec(["/bin/echo", word], timeout=60)
+    took = (time.perf_counter() - started) * 1e3
+    if result.exit_code != 0 or bytes(result.stdout) != f"{word}\n".encode():
+        raise WrongAnswer(f"expected {word}, got {bytes(result.stdout)!r} (exit code {result.exit_code})")
+    return took
+
+
+async def features(sandbox: libdsec.Sandbox) -> dict[str, object]:
+    """What is switched on, read inside the sandbox from /proc, and what its node says that it cannot enforce."""
+    script = (
+        "cat /proc/self/uid_map | head -n 1; grep -E '^(Seccomp|NoNewPrivs|CapEff):' /proc/self/status;"
+        " readlink /proc/self/ns/net; readlink /proc/self/ns/cgroup; grep ' / / ' /proc/self/mountinfo | head -n 1; df -k / | tail -n 1"
+    )
+    lines = (await sandbox.exec(script, timeout=60)).stdout.text.splitlines()
+    if len(lines) < 8:
+        raise WrongAnswer(f"facts of the sandbox are incomplete: {lines}")
+    inside = dict(line.split(":", 1) for line in lines[1:4])
+    info = await sandbox.info()
+    return {
+        "userns": lines[0].split() != ["0", "0", "4294967295"],
+        "netns": lines[4] != os.readlink("/proc/self/ns/net"),
+        "cgroupns": lines[5] != os.readlink("/proc/self/ns/cgroup"),
+        "seccomp": inside["Seccomp"].strip() == "2",
+        "no_new_privs": inside["NoNewPrivs"].strip() == "1",
+        "capabilities": inside["CapEff"].strip(),
+        "root": lines[6].split(" - ")[1].split()[0] if " - " in lines[6] else "",
+        "root_kib": int(lines[7].split()[1]),
+        "limits": {"memory": info.resources.memory, "pids": info.resources.pids, "cpus": info.resources.cpus},
+        "degraded": list(info.degraded),
+    }
+
+
+async def interleave(rounds: int, ways: dict[str, Callable[[], Awaitable[float]]], warm_up: int = 3) -> dict[str, list[float]]:
+    """Take every way once a round, in turning order, so that a change of the machine's load meets all alike. Warm-ups are not counted."""
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    names = list(ways)
+    for number in range(-warm_up, rounds):
+        for name in names[number % len(names) :] + names[: number % len(names)]:
+            took = await ways[name]()
+            if number >= 0:
+                times[name].append(took)
+    return times
+
+
+def rss(pid: int) -> int:
+    """Resident bytes of a process, 0 when it is gone."""
+    try:
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return 0
+
+
+def peak_rss(pid: int | str = "self") -> int:
+    """Highest resident bytes that a process had (VmHWM)."""
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    return 0
