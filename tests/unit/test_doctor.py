@@ -1,0 +1,74 @@
+"""What the doctor says, and that DSEC_DISABLE reaches it."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import msgspec
+import pytest
+
+from dsec import doctor, doctor_probes
+
+
+@pytest.fixture(scope="module")
+def report() -> doctor.Report:
+    return doctor.diagnose()
+
+
+def test_every_feature_has_one_answer(report: doctor.Report) -> None:
+    """The report names each feature once, and whatever is not ok says what follows from it."""
+    names = [check.name for check in report.checks]
+    assert sorted(names) == sorted(set(names)) == sorted(doctor.names())
+    for check in report.checks:
+        assert check.found, check
+        assert check.status == "ok" or check.consequence, check
+
+
+def test_report_is_json_and_a_table(report: doctor.Report) -> None:
+    """Programs read it as JSON, people as lines; both hold every feature."""
+    data = json.loads(report.json())
+    assert msgspec.json.decode(report.json(), type=doctor.Report) == report
+    table = report.table()
+    for check in data["checks"]:
+        assert check["name"] in table
+
+
+def test_disabled_feature_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """DSEC_DISABLE makes a feature missing, and the reason says so."""
+    monkeypatch.setenv("DSEC_DISABLE", "erofs_file, userns")
+    assert doctor.check("erofs_file").status == "missing"
+    assert "DSEC_DISABLE" in (doctor.reason("userns") or "")
+    monkeypatch.delenv("DSEC_DISABLE")
+    assert "DSEC_DISABLE" not in (doctor.reason("userns") or "")
+
+
+def test_unknown_feature_is_an_error() -> None:
+    """A test that needs a feature nobody checks would never run: it is told."""
+    with pytest.raises(KeyError):
+        doctor.reason("no-such-feature")
+
+
+def test_looking_leaves_no_descriptor() -> None:
+    """A diagnosis opens mounts, namespaces and programs, and closes all of them."""
+    doctor.diagnose()
+    before = len(os.listdir("/proc/self/fd"))
+    mounts = len(open("/proc/self/mountinfo").readlines())  # noqa: SIM115
+    doctor.diagnose()
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(open("/proc/self/mountinfo").readlines()) == mounts  # noqa: SIM115
+
+
+@pytest.mark.parametrize(
+    ("version", "wanted", "answer"),
+    [("2.15.1", (2, 12), True), ("2.9.10", (2, 12), False), ("1.8", (1, 8), True), ("", (1,), False), ("6.18.44", (6, 18, 44), True)],
+)
+def test_versions_compare_by_number(version: str, wanted: tuple[int, ...], answer: bool) -> None:
+    """2.9 is older than 2.12."""
+    assert doctor_probes.at_least(version, *wanted) is answer
+
+
+@pytest.mark.parametrize("name", doctor.names())
+def test_each_check_stands_alone(name: str) -> None:
+    """Every check answers by itself and quickly, whatever the machine lacks."""
+    assert doctor.check(name).status in {"ok", "fallback", "missing"}
