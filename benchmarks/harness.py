@@ -18,7 +18,10 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 import libdsec
+from dsec import syscalls
 from dsec.actors import Cluster
+from dsec.layers import mounts
+from dsec.layers.store import LayerStore
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -75,7 +78,7 @@ def environment() -> dict[str, object]:
 def run(main: Coroutine[Any, Any, dict[str, object]]) -> dict[str, object]:
     """Run with uvloop where it is installed, as the actors do."""
     try:
-        import uvloop  # noqa: PLC0415  (an extra)
+        import uvloop
     except ImportError:
         return asyncio.run(main)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -87,7 +90,25 @@ def say(text: str) -> None:
 
 
 @asynccontextmanager
-async def session(options: Namespace, **edge: object) -> AsyncIterator[Session]:
+async def rootfs(cluster: Cluster, image: str) -> AsyncIterator[Path]:
+    """The base layer as a read-only directory, for the peers."""
+    store = LayerStore(cluster.config.layers.store_dir)
+    plan = await store.mount_plan((await store.resolve(image)).digest)
+    place = Path(tempfile.mkdtemp(prefix="dsec-bench-root-"))
+    layer = await asyncio.to_thread(mounts.open_layer, plan)
+    try:
+        syscalls.move_mount(layer, str(place))
+        try:
+            yield place
+        finally:
+            syscalls.umount2(str(place), syscalls.MNT_DETACH)
+    finally:
+        os.close(layer)
+        place.rmdir()
+
+
+@asynccontextmanager
+async def session(options: Namespace) -> AsyncIterator[Session]:
     """A cluster of one node with an empty state directory, gone afterwards; the layer store in the cache stays."""
     mark = f"bench-{secrets.token_hex(4)}"
     state = Path(tempfile.mkdtemp(prefix=f"dsec-{mark}-"))

@@ -65,12 +65,12 @@ async def peer(name: str, rootfs: Path) -> AsyncIterator[Peer]:
             raise Absent(f"{program} is not installed")
     if name == "docker":
         try:
-            import aiodocker  # noqa: F401, PLC0415  (an extra)
+            import aiodocker  # noqa: F401  (an extra)
         except ImportError as error:
             raise Absent("aiodocker is not installed") from error
     command = [sys.executable, "-m", "benchmarks.peers", name, str(rootfs)]
     if name in ("crun", "runc"):  # a mount namespace without the unified mount: crun refuses a hybrid hierarchy
-        hide = "mount --make-rprivate / && { umount /sys/fs/cgroup/unified 2>/dev/null; exec \"$@\"; }"
+        hide = 'mount --make-rprivate / && { umount /sys/fs/cgroup/unified 2>/dev/null; exec "$@"; }'
         command = ["unshare", "-m", "sh", "-c", hide, "sh", *command]
     process = await asyncio.create_subprocess_exec(
         *command, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, env={**os.environ, "PATH": SEARCH}
@@ -191,7 +191,7 @@ class Docker:
         self.container: Any = None
 
     async def open(self) -> None:
-        import aiodocker  # noqa: PLC0415
+        import aiodocker
 
         arguments = ("--bridge", "none", "--iptables=false", "--ip6tables=false", "--ip-forward=false", "-H", self.url)
         places = ("--data-root", f"{self.folder}/data", "--exec-root", f"{self.folder}/exec", "-p", f"{self.folder}/pid")

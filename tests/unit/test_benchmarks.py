@@ -1,0 +1,93 @@
+"""The benchmarks' registry, their keys and the arithmetic behind their figures."""
+
+from __future__ import annotations
+
+import random
+import statistics
+from types import ModuleType
+
+import pytest
+
+from benchmarks import NAMES, harness
+from benchmarks.__main__ import module, parser
+
+# The keys are a promise to whoever reads the figures by program.
+KEYS = {
+    "create": {"create_exec_ms_p50", "create_exec_ms_p95", "crun_ratio", "docker_ratio", "bwrap_ratio"},
+    "exec": {"exec_ms_p50", "exec_ms_p99"},
+    "burst": {"n", "ok", "per_s", "p50_ms", "p99_ms", "loop_lag_ms_p99"},
+    "stream": {"mib_s"},
+    "files": {"mib_s_up", "mib_s_down", "client_rss_mib"},
+    "placement": {"n", "edges", "distinct_specs", "seconds", "per_s"},
+    "idle": {"edge_rss_mib", "mib_per_sandbox"},
+}
+
+
+@pytest.fixture(params=NAMES)
+def benchmark(request: pytest.FixtureRequest) -> ModuleType:
+    return module(request.param)
+
+
+def test_every_benchmark_is_registered() -> None:
+    """The registry names exactly the benchmarks that are promised."""
+    assert set(NAMES) == set(KEYS)
+
+
+def test_keys_are_the_promised_ones(benchmark: ModuleType) -> None:
+    """Each benchmark declares the keys that it is promised to report."""
+    assert set(benchmark.KEYS) == KEYS[benchmark.__name__.rpartition(".")[2]]
+
+
+def test_options_come_from_defaults(benchmark: ModuleType) -> None:
+    """Each default is an option of the command line with the default's type."""
+    name = benchmark.__name__.rpartition(".")[2]
+    options = parser().parse_args([name, "--json"])
+    assert options.json
+    assert {key: getattr(options, key) for key in benchmark.DEFAULTS} == benchmark.DEFAULTS
+
+
+def test_defaults_are_those_of_the_targets() -> None:
+    """The targets are stated for a burst of 200, 2 GiB of file, and 32,000 placements over 160 Edges."""
+    assert module("burst").DEFAULTS["n"] == 200
+    assert module("files").DEFAULTS["mib"] == 2048
+    placement = module("placement").DEFAULTS
+    assert (placement["n"], placement["edges"]) == (32_000, 160)
+    assert placement["specs"] >= 10_000
+
+
+def test_percentile_agrees_with_the_standard_library() -> None:
+    """Percentiles interpolate between closest ranks as `statistics.quantiles` does."""
+    values = [random.Random(7).expovariate(1) for _ in range(101)]
+    expected = statistics.quantiles(values, n=100, method="inclusive")
+    for percent in (1, 50, 95, 99):
+        assert harness.percentile(values, percent) == pytest.approx(expected[percent - 1])
+
+
+def test_percentile_of_one_value_is_that_value() -> None:
+    """A single value is all of its percentiles, and nothing has none."""
+    assert harness.percentile([3.0], 99) == 3.0
+    with pytest.raises(ValueError, match="no values"):
+        harness.percentile([], 50)
+
+
+def test_ratio_is_null_without_a_peer() -> None:
+    """A missing peer makes a null ratio, never a zero."""
+    assert harness.ratio(None, 2.0) is None
+    assert harness.ratio(30.0, 2.0) == 15.0
+
+
+async def test_interleaving_takes_every_way_once_a_round() -> None:
+    """Each way is taken once in each round, warm-up rounds are not counted, and each way goes first in its turn."""
+    order: list[str] = []
+
+    def way(name: str):
+        async def take() -> float:
+            order.append(name)
+            return float(len(order))
+
+        return take
+
+    times = await harness.interleave(4, {"a": way("a"), "b": way("b")}, warm_up=1)
+    assert {name: len(values) for name, values in times.items()} == {"a": 4, "b": 4}
+    assert sorted(order) == ["a"] * 5 + ["b"] * 5
+    assert {"".join(order[at : at + 2]) for at in range(0, 10, 2)} == {"ab", "ba"}
