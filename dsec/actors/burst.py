@@ -194,6 +194,10 @@ class Slice:
         self.out.clear()
         return failed
 
+    def fail(self, index: int, error: DsecError) -> Failed:
+        self.out.discard(index)
+        return self._fail(index, error.body())
+
     def _fail(self, index: int, error: ErrorBody) -> Failed:
         failed = self.failed[index] = Failed(index=index, error=error)
         self.why.pop(index, None)

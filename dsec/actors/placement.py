@@ -11,7 +11,7 @@ drawn: 32,000 sandboxes over 160 nodes stay well below half a second of pure Pyt
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 
 import msgspec
 
@@ -93,6 +93,12 @@ class Picture:
             for name in [name for name in self._nodes if name not in seen]:
                 del self._nodes[name]
         self._dirty = True
+
+    def keep(self, edges: Container[str]) -> None:
+        """Nodes that are not in ``edges`` are gone."""
+        for name in [name for name in self._nodes if name not in edges]:
+            del self._nodes[name]
+            self._dirty = True
 
     def forget(self, edge: str) -> None:
         """Nobody listens there: not placed upon until its next beat."""

@@ -47,6 +47,18 @@ class CreateRequest(Message, frozen=True, kw_only=True):
     lease: Lease | None = None
 
 
+class CreateEnvelope(Message, frozen=True, kw_only=True):
+    """`CreateRequest` as a Scheduler reads it: specs stay the bytes that they came as, and go on to the Edge so."""
+
+    burst: str
+    slice: int = 0
+    specs: tuple[msgspec.Raw, ...]
+    items: tuple[CreateItem, ...]
+    inbox: str
+    deadline_ms: int
+    lease: Lease | None = None
+
+
 class CreateAck(Message, frozen=True, kw_only=True):
     scheduler: str
     known: bool = False  # this burst slice was already taken
@@ -64,6 +76,19 @@ class LaunchRequest(Message, frozen=True, kw_only=True):
     principal: str
     project: str
     specs: tuple[SandboxSpec, ...]
+    items: tuple[LaunchItem, ...]
+    inbox: str
+    deadline_ms: int
+    lease: Lease | None = None
+
+
+class LaunchEnvelope(Message, frozen=True, kw_only=True):
+    """`LaunchRequest` as a Scheduler writes it; see `CreateEnvelope`."""
+
+    burst: str
+    principal: str
+    project: str
+    specs: tuple[msgspec.Raw, ...]
     items: tuple[LaunchItem, ...]
     inbox: str
     deadline_ms: int
@@ -283,6 +308,7 @@ class Heartbeat(Message, frozen=True, kw_only=True):
     draining: bool = False
     layers: int = 0
     loop_lag_ms: float = 0.0
+    leaving: bool = False  # the last one: it stopped in order and holds nothing
     tmpfs_upper: bool = False  # disk_mode "auto" means tmpfs here: admission adds the upper's bytes to memory
 
 

@@ -1,0 +1,314 @@
+"""The Scheduler: takes bursts, places them, hands batches to Edges. Stateless: several share one queue group, none holds anything durable.
+
+A request is acknowledged at once; all else reaches the caller's inbox, from the Edges (accepted, ready, failed) or from here (what was
+not placed). What a Scheduler remembers of a burst only serves repeats; a client whose Scheduler died repeats the slice under the same id.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Iterable, Sequence
+
+import msgspec
+import structlog
+
+from dsec.actors import burst as bursts
+from dsec.actors.burst import Batch, Slice
+from dsec.actors.placement import Picture, Requirement, requirement
+from dsec.bus import codec, subjects
+from dsec.bus.actor import Context, Route, Verb
+from dsec.bus.bus import Bus
+from dsec.bus.messages import (
+    BurstNews,
+    ClusterView,
+    CreateAck,
+    CreateEnvelope,
+    CreateRequest,
+    Empty,
+    Failed,
+    Heartbeat,
+    LaunchEnvelope,
+    LaunchReply,
+)
+from dsec.bus.subjects import Caller
+from dsec.bus.transport import Msg
+from dsec.config import SchedulerConfig
+from dsec.errors import Busy, Conflict, DeadlineExceeded, DsecError, InvalidRequest, Unavailable
+from dsec.model import SandboxSpec, new_ulid
+
+log = structlog.get_logger("dsec.scheduler")
+_spec = msgspec.msgpack.Decoder(SandboxSpec)
+FAILED_AT_ONCE = 1_000  # failures in one message: with their texts they stay far below the server's limit
+
+
+class Scheduler:
+    """One instance. ``await start()``, then it works until ``await stop()``."""
+
+    def __init__(self, bus: Bus, config: SchedulerConfig, rng: random.Random | None = None) -> None:
+        self.bus = bus
+        self.config = config
+        self.name = config.name or f"scheduler-{new_ulid()[-8:]}"
+        self.picture = Picture(config.power_of_k, rng)
+        self._rng = rng or random.Random()
+        self._slices: dict[tuple[str, str, str, int], Slice] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._wakes: dict[Slice, asyncio.Event] = {}
+        self._heard: dict[str, float] = {}
+        self._lost: frozenset[str] = frozenset()
+        self._sweeper: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        await self.bus.subscribe(subjects.heartbeat_all(self.bus.unit), Heartbeat, self._on_beat)
+        await self.bus.subscribe(subjects.view(self.bus.unit), ClusterView, self._on_view)
+        try:
+            caller = Caller("scheduler", "default")
+            self._on_view(await self.bus.call(subjects.api(self.bus.unit, "view", caller), Empty(), ClusterView, timeout=1.0), None)
+        except (Unavailable, DeadlineExceeded):
+            log.info("scheduler.no_watcher")  # heartbeats alone will do
+        create = Verb(name="create", request=CreateEnvelope, reply=CreateAck, handler=self._create)
+        await self.bus.serve(
+            "dsec-scheduler",
+            Route(
+                subject=subjects.api_all(self.bus.unit, "create"),
+                verbs=(create,),
+                verb_of=lambda subject: subject.split(".")[4],
+                caller_of=subjects.api_caller,
+                queue="schedulers",
+            ),
+            description="places bursts of sandboxes on Edges",
+            metadata={"instance": self.name},
+        )
+        self._sweeper = asyncio.create_task(self._sweep())
+        log.info("scheduler.ready", name=self.name, nodes=len(self.picture))
+
+    async def stop(self) -> None:
+        tasks = [*self._tasks, *([self._sweeper] if self._sweeper else [])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    # ------------------------------------------------------------------ the picture
+    def _on_beat(self, beat: Heartbeat, _msg: Msg) -> None:
+        if beat.leaving:
+            self._heard.pop(beat.edge, None)
+            self._drop_silent()
+            return
+        self._heard[beat.edge] = asyncio.get_running_loop().time()
+        self.picture.see((beat,), only=False)
+
+    def _on_view(self, view: ClusterView, _msg: Msg | None) -> None:
+        now = asyncio.get_running_loop().time()
+        lost = frozenset(view.lost)
+        for beat in view.nodes:
+            heard = now - view.ages_ms.get(beat.edge, 0) / 1000
+            self._heard[beat.edge] = max(heard, self._heard.get(beat.edge, 0.0))
+        for edge in lost - self._lost:
+            self._heard.pop(edge, None)
+        newly_lost, self._lost = lost - self._lost, lost
+        self.picture.see(view.nodes, only=False)
+        self._drop_silent()
+        if newly_lost:
+            for wake in self._wakes.values():
+                wake.set()
+
+    def _drop_silent(self) -> None:
+        horizon = asyncio.get_running_loop().time() - self.config.view_max_age_ms / 1000
+        self._heard = {edge: at for edge, at in self._heard.items() if at >= horizon}
+        self.picture.keep(self._heard)
+
+    async def _sweep(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            await asyncio.sleep(1.0)
+            self._drop_silent()
+            horizon = loop.time() - self.config.remember_ms / 1000
+            for key in [key for key, s in self._slices.items() if s.settled and s.deadline < horizon]:
+                del self._slices[key]
+
+    # ------------------------------------------------------------------ create
+    def _create(self, context: Context, request: CreateEnvelope) -> CreateAck:
+        """Runs in the bus's reader: checks, remembers, acknowledges. Raises what is wrong with the request as a whole."""
+        caller = context.caller
+        assert caller is not None
+        if context.json:
+            request = _from_json(context.msg.data)
+        if not request.inbox:
+            raise InvalidRequest("names no inbox for its news", field="inbox")
+        if request.deadline_ms <= 0:
+            raise DeadlineExceeded("the deadline had passed on arrival", field="deadline_ms", value=request.deadline_ms)
+        bursts.check_items(len(request.specs), request.items)
+        digest = bursts.body_hash(request.specs, request.items)
+        key = (caller.principal, caller.project, request.burst, request.slice)
+        known = self._slices.get(key)
+        if known is not None:
+            if known.digest != digest:
+                raise Conflict("this burst's slice was another one before", field="burst", value=request.burst, reason="request_id_conflict")
+            known.inbox = request.inbox
+            if known.settled:
+                self._spawn(self._again(known))
+            return CreateAck(scheduler=self.name, known=True)
+        loop = asyncio.get_running_loop()
+        taken = self._slices[key] = Slice(
+            request.burst,
+            request.slice,
+            principal=caller.principal,
+            project=caller.project,
+            specs=request.specs,
+            needs=_needs(request.specs),
+            items=request.items,
+            inbox=request.inbox,
+            deadline=loop.time() + request.deadline_ms / 1000,
+            lease=request.lease,
+            digest=digest,
+        )
+        self._spawn(self._drive(taken))
+        return CreateAck(scheduler=self.name)
+
+    def _spawn(self, coroutine: object) -> None:
+        task: asyncio.Task[None] = asyncio.get_running_loop().create_task(coroutine)  # type: ignore[arg-type]
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("scheduler.task_failed", error=repr(error), exc_info=error)
+
+    async def _drive(self, s: Slice) -> None:
+        """Place what waits, until all of the slice is accepted or has failed."""
+        loop = asyncio.get_running_loop()
+        wake = self._wakes[s] = asyncio.Event()
+        try:
+            while True:
+                wake.clear()
+                if s.waiting:
+                    self._place(s, wake)
+                if s.settled:
+                    return
+                left = s.deadline - loop.time()
+                if left <= 0:
+                    self._tell_failed(s, s.expire())
+                    return
+                if s.waiting:
+                    pause = bursts.pause_before(s.attempt, self.config.retry_ms / 1000, self.config.retry_max_ms / 1000, self._rng)
+                    s.attempt += 1
+                    await asyncio.sleep(min(pause, left))
+                    continue
+                try:
+                    async with asyncio.timeout(left):
+                        await wake.wait()
+                except TimeoutError:
+                    continue
+                if s.waiting:  # refused: a moment, so that what was refused elsewhere in this round is placed with it
+                    pause = bursts.pause_before(s.attempt, self.config.retry_ms / 1000, self.config.retry_max_ms / 1000, self._rng)
+                    s.attempt += 1
+                    await asyncio.sleep(max(0.0, min(pause, s.deadline - loop.time())) if s.attempt > 1 else 0)
+        finally:
+            del self._wakes[s]
+
+    def _place(self, s: Slice, wake: asyncio.Event) -> None:
+        for without, items in s.groups().items():
+            chosen, unplaced = self.picture.place(s.needs, items, s.principal, without)
+            if unplaced:
+                self._tell_failed(s, s.unplaced(unplaced))
+            for edge, pairs in chosen.items():
+                for batch in bursts.batches(edge, pairs, s.specs, self.config.slice_bytes):
+                    s.sent(batch)
+                    self._spawn(self._launch(s, batch, wake))
+
+    async def _launch(self, s: Slice, batch: Batch, wake: asyncio.Event) -> None:
+        """Hand one batch to its Edge, and ask the same Edge again for as long as its answer is unknown."""
+        loop = asyncio.get_running_loop()
+        subject = subjects.edge(self.bus.unit, batch.edge, "launch")
+        try:
+            while (left := s.deadline - loop.time()) > 0:
+                if batch.edge in self._lost:
+                    s.returned(batch, Unavailable("the node was lost", reason="node_lost"))
+                    return
+                try:
+                    timeout = min(left, self.config.launch_timeout_ms / 1000)
+                    reply = await self.bus.call(subject, _launch_request(s, batch, left), LaunchReply, timeout=timeout)
+                except Unavailable as error:
+                    if error.reason == "no_responders":
+                        self.picture.forget(batch.edge)
+                        s.returned(batch, error)
+                        return
+                    log.warning("scheduler.unknown_outcome", edge=batch.edge, burst=s.burst, error=str(error))
+                    await asyncio.sleep(self._rng.uniform(0.05, 0.2))
+                except DeadlineExceeded:
+                    log.warning("scheduler.unknown_outcome", edge=batch.edge, burst=s.burst, error="no answer")
+                except Busy as error:  # its handlers are all busy, or it is stopping: it took nothing
+                    self.picture.forget(batch.edge)
+                    s.returned(batch, error)
+                    return
+                except DsecError as error:
+                    if error.retryable:  # the node's fault: its records could not be written, nothing was made
+                        self.picture.forget(batch.edge)
+                        s.returned(batch, error)
+                    else:
+                        self._tell_failed(s, [s.fail(index, error) for index, _ in batch.pairs])
+                    return
+                else:
+                    self._answered(s, batch, reply)
+                    return
+        finally:
+            wake.set()
+
+    def _answered(self, s: Slice, batch: Batch, reply: LaunchReply) -> None:
+        self.picture.answered(batch.edge, reply.load, len(batch.pairs))
+        s.accepted(batch, reply.accepted)
+        if reply.refused:
+            self._tell_failed(s, s.refused(batch, reply.refused))
+            if any(refusal.filter not in ("memory", "cpus", "pids", "slots", "layers") and not refusal.final for refusal in reply.refused):
+                self.picture.forget(batch.edge)
+
+    async def _again(self, s: Slice) -> None:
+        """A repeat of a settled slice: its failures are told again, and each Edge tells again what it holds of it."""
+        self._tell_failed(s, s.failed.values())
+        for edge, pairs in list(s.where.items()):
+            for batch in bursts.batches(edge, pairs, s.specs, self.config.slice_bytes):
+                try:
+                    request = _launch_request(s, batch, max(1.0, s.deadline - asyncio.get_running_loop().time()))
+                    await self.bus.call(subjects.edge(self.bus.unit, edge, "launch"), request, LaunchReply, timeout=5.0)
+                except DsecError as error:
+                    log.warning("scheduler.repeat_failed", edge=edge, burst=s.burst, error=str(error))
+
+    def _tell_failed(self, s: Slice, failed: Iterable[Failed]) -> None:
+        rows = list(failed)
+        for at in range(0, len(rows), FAILED_AT_ONCE):
+            self.bus.post(s.inbox, BurstNews(burst=s.burst, failed=tuple(rows[at : at + FAILED_AT_ONCE])))
+
+
+def _launch_request(s: Slice, batch: Batch, left: float) -> LaunchEnvelope:
+    return LaunchEnvelope(
+        burst=s.burst,
+        principal=s.principal,
+        project=s.project,
+        specs=batch.specs,
+        items=batch.items,
+        inbox=s.inbox,
+        deadline_ms=max(1, int(left * 1000)),
+        lease=s.lease,
+    )
+
+
+def _needs(specs: Sequence[msgspec.Raw]) -> list[Requirement]:
+    """What each spec requires; a spec that is not one is an `InvalidRequest` with its path."""
+    needs = []
+    for at, raw in enumerate(specs):
+        try:
+            needs.append(requirement(_spec.decode(raw)))
+        except msgspec.ValidationError:
+            try:
+                codec.decode(bytes(raw), SandboxSpec)
+            except InvalidRequest as error:
+                raise InvalidRequest(error.message, field=f"specs[{at}].{error.field}", value=error.value) from None
+            raise
+    return needs
+
+
+def _from_json(data: bytes) -> CreateEnvelope:
+    """What a person typed, as it would have come from a program."""
+    typed = codec.decode(data, CreateRequest)
+    return codec.decode(codec.encode(typed), CreateEnvelope)
