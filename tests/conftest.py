@@ -6,11 +6,12 @@ import os
 import secrets
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
 
+from dsec.bus.server import NatsServer
 from tests.census import Census
 
 
@@ -51,6 +52,13 @@ def leftovers(edge_name: str, state_dir: Path) -> Iterator[Census]:
     left = census.left_since(before, seconds=5.0)
     left.pop("files", None)
     assert not left, f"left behind: {left}"
+
+
+@pytest.fixture
+async def nats_server(state_dir: Path) -> AsyncIterator[NatsServer]:
+    """A real nats-server with JetStream on a free port; it is gone afterwards."""
+    async with NatsServer(state_dir / "nats") as server:
+        yield server
 
 
 @pytest.fixture(autouse=True)
