@@ -34,7 +34,9 @@ class Context:
 
     __slots__ = ("caller", "deadline", "json", "msg", "request_id", "traceparent", "verb")
 
-    def __init__(self, msg: Msg, verb: str, caller: Caller | None, deadline: float | None, json: bool, request_id: str, traceparent: str) -> None:
+    def __init__(
+        self, msg: Msg, verb: str, caller: Caller | None, deadline: float | None, json: bool, request_id: str, traceparent: str
+    ) -> None:
         self.msg = msg
         self.verb = verb
         self.caller = caller
@@ -146,7 +148,12 @@ class Service:
             for subscription in self._subscriptions:
                 denied = getattr(subscription, "denied", "")
                 if denied and not subscription.subject.startswith("$SRV"):
-                    raise Denied("the server forbids subscribing", field="subject", value=subscription.subject, fix="see the permissions of this user")
+                    raise Denied(
+                        "the server forbids subscribing",
+                        field="subject",
+                        value=subscription.subject,
+                        fix="see the permissions of this user",
+                    )
         except BaseException:
             await self.stop(grace=0)
             raise
@@ -198,7 +205,7 @@ class Service:
             else:
                 self._answer(msg, verb.handler(context, request), json)
                 stats.nanos += time.perf_counter_ns() - started
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - a handler may raise anything; it becomes an answer, a count and a log line
             self._fail(msg, error, json, stats, started)
 
     def _context(self, route: Route, verb: str, msg: Msg, json: bool) -> Context:
@@ -223,7 +230,7 @@ class Service:
         except asyncio.CancelledError:
             self._fail(msg, Busy("this actor is stopping", reason="stopping", retryable=True), context.json, stats, started)
             raise
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - a handler may raise anything; it becomes an answer, a count and a log line
             self._fail(msg, error, context.json, stats, started)
 
     def _answer(self, msg: Msg, reply: Any, json: bool) -> None:
@@ -286,7 +293,7 @@ class Mailbox:
                 except asyncio.CancelledError:
                     future.cancel()
                     raise
-                except Exception as error:
+                except Exception as error:  # noqa: BLE001 - a handler may raise anything; it becomes an answer, a count and a log line
                     if not future.done():
                         future.set_exception(error)
                 else:

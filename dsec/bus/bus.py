@@ -6,7 +6,7 @@ import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from dsec.bus import call as calls
 from dsec.bus import codec
@@ -88,7 +88,7 @@ class Bus:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.transport.close(timeout)
 
-    async def __aenter__(self) -> Bus:
+    async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -230,7 +230,9 @@ class _Spawner:
 
     WAITING = 65_536
 
-    def __init__(self, handler: Callable[[Any, Msg], Awaitable[Any]], concurrency: int, tasks: set[asyncio.Task[Any]], events: Events, subject: str) -> None:
+    def __init__(
+        self, handler: Callable[[Any, Msg], Awaitable[Any]], concurrency: int, tasks: set[asyncio.Task[Any]], events: Events, subject: str
+    ) -> None:
         self._handler = handler
         self._limit = concurrency
         self._tasks = tasks
@@ -257,7 +259,7 @@ class _Spawner:
             while True:
                 try:
                     await self._handler(message, msg)
-                except Exception as error:
+                except Exception as error:  # noqa: BLE001 - a handler may raise anything; it becomes an answer, a count and a log line
                     self._events.emit("callback_error", f"{self._subject}: {error!r}", level="error")
                 if not self._waiting:
                     return

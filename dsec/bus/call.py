@@ -33,7 +33,9 @@ STATUS = {
 FIRST_WAIT, LONGEST_WAIT = 0.05, 1.0  # seconds between attempts, before full jitter
 
 
-def request_headers(*, request_id: str | None, timeout: float | None, traceparent: str | None, extra: Headers | None = None) -> dict[str, str]:
+def request_headers(
+    *, request_id: str | None, timeout: float | None, traceparent: str | None, extra: Headers | None = None
+) -> dict[str, str]:
     headers = dict(extra) if extra else {}
     if request_id:
         headers[REQUEST_ID] = request_id
@@ -49,7 +51,7 @@ def error_headers(body: ErrorBody) -> dict[str, str]:
     return {ERROR_CODE: STATUS.get(body.code, "500"), ERROR_TEXT: text[:300]}
 
 
-def read_reply(msg: Msg, reply_type: type[T], json: bool = False) -> T:
+def read_reply(msg: Msg, reply_type: type[T]) -> T:
     """The answer's message; raises the peer's error, or `InvalidRequest` for an answer that is not of ``reply_type``."""
     raise_error(msg)
     if msg.status == "503" and not msg.data:
@@ -149,11 +151,15 @@ async def scatter(
     errors: list[DsecError] = []
     done = loop.create_future()
 
+    def finish() -> None:
+        if not done.done():
+            done.set_result(None)
+
     def on_answer(msg: Msg) -> None:
         if done.done():
             return
         if msg.status == "503" and not msg.data:
-            done.set_result(None)
+            finish()
             return
         try:
             answer = read_reply(msg, reply_type)
@@ -162,13 +168,13 @@ async def scatter(
         else:
             answers.append(answer)
             if callable(expect) and expect(answer):
-                done.set_result(None)
-        if isinstance(expect, int) and len(answers) + len(errors) >= expect and not done.done():
-            done.set_result(None)
+                finish()
+        if isinstance(expect, int) and len(answers) + len(errors) >= expect:
+            finish()
 
     inbox = transport.new_inbox()
     subscription = await transport.subscribe_raw(inbox, on_answer)
-    timer = loop.call_later(max(0.0, end - loop.time()), lambda: done.done() or done.set_result(None))
+    timer = loop.call_later(max(0.0, end - loop.time()), finish)
     try:
         sent = request_headers(request_id=request_id, timeout=end - loop.time(), traceparent=traceparent, extra=headers)
         transport.post(subject, codec.encode(message, limit=transport.max_payload), reply=inbox, headers=sent)

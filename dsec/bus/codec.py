@@ -64,7 +64,9 @@ def decode(data: bytes, type_: type[T]) -> T:
     except msgspec.ValidationError as error:
         raise _invalid(str(error)) from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise InvalidRequest(f"payload is neither msgpack nor JSON: {error}", field="$", fix="send a msgpack map or a JSON object") from error
+        raise InvalidRequest(
+            f"payload is neither msgpack nor JSON: {error}", field="$", fix="send a msgpack map or a JSON object"
+        ) from error
 
 
 def _invalid(text: str) -> InvalidRequest:

@@ -27,11 +27,16 @@ def matches(pattern: str, subject: str) -> bool:
 
 
 class Broker:
-    """Where memory transports meet. ``latency`` (seconds) delays every delivery; ``drop(subject) -> bool`` loses messages; `down` is an outage."""
+    """Where memory transports meet.
+
+    ``latency`` (seconds) delays every delivery; ``drop(subject) -> bool`` loses messages; `go_down` is an outage.
+    """
 
     _named: ClassVar[dict[str, Broker]] = {}
 
-    def __init__(self, *, max_payload: int = 1 << 20, latency: float = 0.0, drop: Callable[[str], bool] | None = None, seed: int = 0) -> None:
+    def __init__(
+        self, *, max_payload: int = 1 << 20, latency: float = 0.0, drop: Callable[[str], bool] | None = None, seed: int = 0
+    ) -> None:
         self.max_payload = max_payload
         self.latency = latency
         self.drop = drop
@@ -103,7 +108,7 @@ class MemorySubscription:
         counts["in_bytes"] += len(msg.data)
         try:
             self._callback(msg)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - a handler may raise anything; it becomes an answer, a count and a log line
             self._transport.events.emit("callback_error", f"{msg.subject}: {error!r}", level="error")
 
     def leave(self) -> None:
@@ -145,7 +150,9 @@ class MemoryTransport:
         self.events.emit("disconnected")
         for future, subject in list(self._asks.values()):
             if not future.done():
-                future.set_exception(Unavailable("the bus went away before the answer came", field="subject", value=subject, reason="disconnected"))
+                future.set_exception(
+                    Unavailable("the bus went away before the answer came", field="subject", value=subject, reason="disconnected")
+                )
 
     def came_up(self) -> None:
         self._up.set()
@@ -163,7 +170,7 @@ class MemoryTransport:
             raise Unavailable("this connection is closed", reason="closed")
         try:
             await asyncio.wait_for(self._up.wait(), max(0.0, timeout))
-        except asyncio.TimeoutError:
+        except TimeoutError:
             raise Unavailable("no connection", reason="disconnected") from None
 
     def post(self, subject: str, data: bytes = b"", *, reply: str = "", headers: Headers | None = None) -> None:
@@ -217,7 +224,7 @@ class MemoryTransport:
         future = self.request_nowait(subject, data, headers=headers)
         try:
             return await asyncio.wait_for(future, end - loop.time())
-        except asyncio.TimeoutError:
+        except TimeoutError:
             if future.done() and not future.cancelled():
                 raise
             raise DeadlineExceeded(f"no answer within {timeout:.3f} s", field="subject", value=subject) from None
@@ -234,7 +241,7 @@ class MemoryTransport:
     def new_inbox(self) -> str:
         return f"{self._inbox}.{new_ulid()}"
 
-    async def close(self, timeout: float = 5.0) -> None:
+    async def close(self, timeout: float = 5.0) -> None:  # noqa: ARG002 - the protocol's; nothing here takes time
         if self._closed:
             return
         await asyncio.sleep(self.broker.latency)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import datetime
+import datetime as dt
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +27,7 @@ def endpoint_name(service_subject: str, verb: str) -> str:
 def micro_routes(service: Service) -> Iterator[tuple[str, Callable[[Msg], None]]]:
     """(subject, callback) for every discovery subject of one service instance."""
     id_ = new_ulid()
-    started = datetime.datetime.now(datetime.UTC).isoformat().replace("+00:00", "Z")
+    started = dt.datetime.now(dt.UTC).isoformat().replace("+00:00", "Z")
     base = {"name": service.name, "id": id_, "version": service.version, "metadata": service.metadata}
     endpoints = [(route, verb) for route in service.routes for verb in route.verbs]
 

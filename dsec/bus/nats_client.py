@@ -47,7 +47,7 @@ class DirectClient(Client):
     """Adds `post`, `direct` and `ask` to nats-py's client; see the module's text for what it mends."""
 
     def __init__(self, events: Events) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.events = events
         self._direct: dict[int, RawCallback] = {}
         self._asks: dict[str, tuple[asyncio.Future[Msg], str]] = {}
@@ -125,7 +125,7 @@ class DirectClient(Client):
         sid = self._sid
         self._direct[sid] = callback
         # nats-py replays SUB from this table after a reconnection; no queue task is started because we never call _start.
-        self._subs[sid] = _Replayed(self, sid, subject, queue, on_denied)
+        self._subs[sid] = _Replayed(self, sid, subject, queue, on_denied)  # type: ignore[assignment]
         self._command(f"SUB {subject} {queue} {sid}\r\n" if queue else f"SUB {subject} {sid}\r\n")
         return sid
 
@@ -160,7 +160,7 @@ class DirectClient(Client):
         counts["in_bytes"] += len(data)
         try:
             callback(Msg(subject.decode(), data, reply.decode(), headers or None))
-        except Exception as error:  # anything that escaped would end the read loop for good
+        except Exception as error:  # noqa: BLE001 - anything that escaped would end the read loop for good
             self.events.emit("callback_error", f"{subject!r}: {error!r}", level="error")
 
     # ------------------------------------------------------------------ request and answer
@@ -168,7 +168,7 @@ class DirectClient(Client):
         """Publish with an answer token of its own; the future fails when nobody subscribes and when the connection breaks."""
         if not self._ask_prefix:
             self._ask_prefix = self.new_inbox() + "."
-            self.direct(self._ask_prefix + "*", "", self._answered, lambda text: None)
+            self.direct(self._ask_prefix + "*", "", self._answered, lambda _: None)
         self._ask_next += 1
         token = str(self._ask_next)
         future: asyncio.Future[Msg] = asyncio.get_running_loop().create_future()
@@ -193,29 +193,25 @@ class DirectClient(Client):
             if not future.done():
                 future.set_exception(make(subject))
 
-    async def _request_new_style(
-        self, subject: str, payload: bytes, timeout: float = 1, headers: dict[str, Any] | None = None
-    ) -> Any:
+    async def _request_new_style(self, subject: str, payload: bytes, timeout: float = 1, headers: dict[str, Any] | None = None) -> Any:
         """nats-py's own requests (its JetStream API) go the same way, so that they too end when the connection breaks."""
         try:
             answer = await asyncio.wait_for(self.ask(subject, payload, headers), timeout)
-        except asyncio.TimeoutError:
+        except TimeoutError:
             raise nats_errors.TimeoutError from None
         except Unavailable as error:
             if error.reason == "no_responders":
                 raise nats_errors.NoRespondersError from None
             raise
         header = dict(answer.headers) or None
-        return self.msg_class(
-            _client=self, subject=answer.subject, reply=answer.reply, data=answer.data, headers=header
-        )
+        return self.msg_class(_client=self, subject=answer.subject, reply=answer.reply, data=answer.data, headers=header)
 
     # ------------------------------------------------------------------ errors and connection
     async def _process_err(self, err_msg: str) -> None:
         denied = _DENIED.search(err_msg)
         if denied:
             self._deny(denied[1], denied[2], err_msg)
-        elif self.is_connecting or "authorization violation" in err_msg and not self.is_connected:
+        elif self.is_connecting or ("authorization violation" in err_msg and not self.is_connected):
             await super()._process_err(err_msg)
         else:
             self.events.emit("error", err_msg)
@@ -253,7 +249,7 @@ class DirectClient(Client):
             except (nats_errors.ProtocolError, OSError) as error:
                 await self._process_op_err(error)
                 return
-            except Exception as error:  # nats-py would stop reading and stay "connected"
+            except Exception as error:  # noqa: BLE001 - nats-py would stop reading and stay "connected"
                 self.events.emit("error", f"reader: {error!r}", level="error")
                 await self._process_op_err(error)
                 return

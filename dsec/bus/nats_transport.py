@@ -61,7 +61,7 @@ class NatsSubscription:
         self._client.stop_delivery(self._sid)
         try:
             if self._client.is_connected:
-                await self._client.flush(5)  # type: ignore[arg-type]
+                await self._client.flush(5)
         except (nats_errors.Error, OSError):
             self._client.events.emit("error", f"drain of {self.subject}: connection lost")
         finally:
@@ -117,14 +117,15 @@ class NatsTransport:
             )
         )
         try:
-            await asyncio.wait({attempt, refused}, timeout=options.connect_timeout, return_when=asyncio.FIRST_COMPLETED)
+            waiting: set[asyncio.Future[Any]] = {attempt, refused}
+            await asyncio.wait(waiting, timeout=options.connect_timeout, return_when=asyncio.FIRST_COMPLETED)
             if not attempt.done():
-                raise _refusal(last, url, options) if refused.done() else _absent(last, url)
+                raise _refusal(last, url) if refused.done() else _absent(last, url)
             await attempt
-        except (OSError, asyncio.TimeoutError, nats_errors.Error) as error:
+        except (TimeoutError, OSError, nats_errors.Error) as error:
             if isinstance(error, DsecError):
                 raise
-            raise _refusal([error], url, options) if _is_auth(error) else _absent([error], url) from error
+            raise _refusal([error], url) if _is_auth(error) else _absent([error], url) from error
         except (ValueError, AttributeError, ImportError, TypeError) as error:  # what nats-py and nkeys raise for bad input
             raise InvalidRequest(f"cannot use these connection options: {error}", field="url", value=url) from error
         finally:
@@ -188,7 +189,9 @@ class NatsTransport:
         self._attempts = 0
         if not self._closing:
             self.events.emit("disconnected")
-        self._client.fail_asks(lambda subject: Unavailable("the bus went away before the answer came", field="subject", value=subject, reason="disconnected"))
+        self._client.fail_asks(
+            lambda subject: Unavailable("the bus went away before the answer came", field="subject", value=subject, reason="disconnected")
+        )
 
     async def _on_reconnected(self) -> None:
         self._up.set()
@@ -203,7 +206,7 @@ class NatsTransport:
         self._up.clear()
         if not self._closing:
             self.events.emit("closed", str(self._client.last_error or ""), level="error")
-        self._client.fail_asks(lambda subject: Unavailable("this connection was closed", reason="closed"))
+        self._client.fail_asks(lambda _: Unavailable("this connection was closed", reason="closed"))
 
     def _on_error(self, error: Exception) -> None:
         if isinstance(error, nats_errors.SlowConsumerError):
@@ -236,8 +239,10 @@ class NatsTransport:
             raise Unavailable("this connection is closed", reason="closed")
         try:
             await asyncio.wait_for(self._up.wait(), max(0.0, timeout))
-        except asyncio.TimeoutError:
-            raise Unavailable("no connection to nats-server", reason="disconnected", fix="see that nats-server runs and is reachable") from None
+        except TimeoutError:
+            raise Unavailable(
+                "no connection to nats-server", reason="disconnected", fix="see that nats-server runs and is reachable"
+            ) from None
 
     def post(self, subject: str, data: bytes = b"", *, reply: str = "", headers: Headers | None = None) -> None:
         self._client.post(subject, data, reply, headers)
@@ -292,7 +297,7 @@ class NatsTransport:
             self.events.emit("error", f"close: {error}")
         finally:
             await client.close()
-            client.fail_asks(lambda subject: Unavailable("this connection was closed", reason="closed"))
+            client.fail_asks(lambda _: Unavailable("this connection was closed", reason="closed"))
 
 
 async def within(future: asyncio.Future[Msg], timeout: float, subject: str) -> Msg:
@@ -327,18 +332,26 @@ def _is_auth(error: Exception) -> bool:
     return isinstance(error, nats_errors.AuthorizationError) or "authorization" in text or "authentication" in text
 
 
-def _refusal(errors: list[Exception], url: str, options: NatsOptions) -> Denied:
-    return Denied(f"nats-server refused the credentials: {errors[-1]}", field="url", value=_without_secret(url), fix="see creds, token or user", reason="auth")
+def _refusal(errors: list[Exception], url: str) -> Denied:
+    return Denied(
+        f"nats-server refused the credentials: {errors[-1]}",
+        field="url",
+        value=_without_secret(url),
+        fix="see creds, token or user",
+        reason="auth",
+    )
 
 
 def _absent(errors: list[Exception], url: str) -> Unavailable:
     cause = f": {errors[-1]}" if errors and str(errors[-1]) else ""
     return Unavailable(
-        f"no nats-server answers{cause}", field="url", value=_without_secret(url), fix="start one (`dsec up` brings its own) or give another url", reason="no_server"
+        f"no nats-server answers{cause}",
+        field="url",
+        value=_without_secret(url),
+        fix="start one (`dsec up` brings its own) or give another url",
+        reason="no_server",
     )
 
 
 def _without_secret(url: str) -> str:
     return re.sub(r"//[^/@]*@", "//…@", url)
-
-

@@ -16,7 +16,7 @@ import sys
 import time
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 from dsec.errors import NodeError, Unsupported
 
@@ -47,7 +47,9 @@ def render_config(
         "lame_duck_duration: 30s",
     ]
     if jetstream:
-        lines.append(f"jetstream {{ store_dir: {json.dumps(store_dir)}, sync_interval: always, max_memory_store: 64MB, max_file_store: 8GB }}")
+        lines.append(
+            f"jetstream {{ store_dir: {json.dumps(store_dir)}, sync_interval: always, max_memory_store: 64MB, max_file_store: 8GB }}"
+        )
     return "\n".join([*lines, extra]) + "\n"
 
 
@@ -93,7 +95,7 @@ class NatsServer:
     def log_path(self) -> Path:
         return self.dir / "nats-server.log"
 
-    async def start(self, timeout: float = 10.0) -> NatsServer:
+    async def start(self, timeout: float = 10.0) -> Self:
         """Start and wait until it accepts connections. Raises `NodeError` with the end of its log, `Unsupported` when not installed."""
         binary = self.binary or find_binary()
         ports_dir = self.dir / "ports"
@@ -107,6 +109,16 @@ class NatsServer:
                 name=self.name, max_payload=self.max_payload, jetstream=self.jetstream, extra=self.extra,
             )
         )  # fmt: skip
+        self.process = self._spawn(binary, config)
+        try:
+            await self._ready(ports_dir, time.monotonic() + timeout)
+        except BaseException:
+            self.kill()
+            raise
+        return self
+
+    def _spawn(self, binary: str, config: Path) -> subprocess.Popen[bytes]:
+        """From the loop's own thread: PR_SET_PDEATHSIG watches the *thread* that forked, and a pool's thread may end early."""
         parent = os.getpid()
         libc = ctypes.CDLL(None, use_errno=True)
 
@@ -115,28 +127,24 @@ class NatsServer:
             if os.getppid() != parent:  # it died between fork and prctl
                 os._exit(1)
 
-        with open(self.log_path, "ab") as output:
-            self.process = subprocess.Popen(
+        with self.log_path.open("ab") as output:
+            return subprocess.Popen(
                 [binary, "-c", str(config)],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                preexec_fn=die_with_parent,
+                preexec_fn=die_with_parent,  # noqa: PLW1509 - one prctl through a library that is loaded already; no lock is taken
                 start_new_session=True,  # a Ctrl+C in the terminal is for the actors: they need the bus while they stop
             )
-        try:
-            await self._ready(ports_dir, time.monotonic() + timeout)
-        except BaseException:
-            self.kill()
-            raise
-        return self
 
     async def _ready(self, ports_dir: Path, until: float) -> None:
         assert self.process is not None
         while True:
             code = self.process.poll()
             if code is not None:
-                raise NodeError(f"nats-server ended with {code}: {self.log_tail()}", field="nats", value=str(self.log_path), retryable=False)
+                raise NodeError(
+                    f"nats-server ended with {code}: {self.log_tail()}", field="nats", value=str(self.log_path), retryable=False
+                )
             ports = _read_ports(ports_dir)
             if ports and await self._accepts(ports):
                 return
@@ -152,7 +160,7 @@ class NatsServer:
             return False
         try:
             info = json.loads((await asyncio.wait_for(reader.readline(), 5))[5:])
-        except (ValueError, asyncio.TimeoutError):
+        except (TimeoutError, ValueError):
             return False
         finally:
             writer.close()
@@ -187,7 +195,7 @@ class NatsServer:
             process.kill()
             process.wait()
 
-    async def __aenter__(self) -> NatsServer:
+    async def __aenter__(self) -> Self:
         return await self.start()
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:

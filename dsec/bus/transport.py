@@ -23,7 +23,9 @@ class Msg:
 
     __slots__ = ("_headers", "_raw", "data", "reply", "subject")
 
-    def __init__(self, subject: str, data: bytes, reply: str = "", raw_headers: bytes | None = None, headers: Headers | None = None) -> None:
+    def __init__(
+        self, subject: str, data: bytes, reply: str = "", raw_headers: bytes | None = None, headers: Headers | None = None
+    ) -> None:
         self.subject = subject
         self.data = data
         self.reply = reply
@@ -98,7 +100,7 @@ class Events:
         for listener in list(self.listeners):
             try:
                 listener(what, detail)
-            except Exception as error:  # a broken listener must not stop the reader
+            except Exception as error:  # noqa: BLE001 - a broken listener must not stop the reader
                 self.counts["callback_error"] += 1
                 log.error("bus.listener_failed", connection=self.name, what=what, error=repr(error))
 
@@ -108,9 +110,14 @@ class Transport(Protocol):
     subject), `Denied` (the server's permissions)."""
 
     name: str
-    max_payload: int  # bytes
-    server_version: str
     events: Events
+
+    @property
+    def max_payload(self) -> int:
+        """Bytes in one message, headers included."""
+
+    @property
+    def server_version(self) -> str: ...
 
     @property
     def connected(self) -> bool: ...
@@ -119,7 +126,8 @@ class Transport(Protocol):
         """Raises `Unavailable` when there is still no connection after ``timeout`` seconds."""
 
     def post(self, subject: str, data: bytes = b"", *, reply: str = "", headers: Headers | None = None) -> None:
-        """Append to the outgoing buffer, at once. During an outage it is kept (up to 2 MiB) and sent on reconnection, above that `Unavailable`."""
+        """Append to the outgoing buffer, at once. During an outage it is kept (up to 2 MiB) and sent on reconnection;
+        above that `Unavailable`."""
 
     async def publish(self, subject: str, data: bytes = b"", *, reply: str = "", headers: Headers | None = None) -> None:
         """As `post`, but waits while more than 2 MiB are unsent: the way for bulk data."""
