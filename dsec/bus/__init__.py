@@ -3,7 +3,10 @@
 from dsec.bus.actor import Context, Mailbox, Route, Service, Verb
 from dsec.bus.bus import Bus, run
 from dsec.bus.codec import CHUNK, MAX_MESSAGE, decode, decode_untyped, encode
+from dsec.bus.events import EventPublisher, EventReader, events
+from dsec.bus.flow import ReceiveWindow, SendWindow
 from dsec.bus.idempotency import Idempotency, Key
+from dsec.bus.streams import EventsConfig, KvBucket, ensure_events_stream, kv_bucket
 from dsec.bus.transport import Events, Headers, Msg, Subscription, Transport
 
 __all__ = [
@@ -11,13 +14,19 @@ __all__ = [
     "MAX_MESSAGE",
     "Bus",
     "Context",
+    "EventPublisher",
+    "EventReader",
     "Events",
+    "EventsConfig",
     "Headers",
     "Idempotency",
     "Key",
+    "KvBucket",
     "Mailbox",
     "Msg",
+    "ReceiveWindow",
     "Route",
+    "SendWindow",
     "Service",
     "Subscription",
     "Transport",
@@ -25,5 +34,8 @@ __all__ = [
     "decode",
     "decode_untyped",
     "encode",
+    "ensure_events_stream",
+    "events",
+    "kv_bucket",
     "run",
 ]
