@@ -1,0 +1,464 @@
+"""The node's layer store: a directory of content-addressed, immutable layers and the names that point at them.
+
+    <root>/blobs/sha256-<hex>.erofs   one EROFS image (or <root>/blobs/sha256-<hex>.tree/, a plain directory where images cannot be made)
+    <root>/blobs/sha256-<hex>.json    its record: size, where it came from, environment, workdir, user
+    <root>/unpacked/sha256-<hex>/     an image unpacked for a kernel that cannot mount it
+    <root>/names.jsonl                the names (index.py)
+    <root>/tmp/                       work in progress; what a crash left there is removed by `gc`
+    <root>/lock                       held for changes, never while data is written
+
+A layer appears by rename after fsync, so it is whole or absent; two writers of the same content both succeed. Whoever uses a layer
+holds a shared flock on it (`mounts.pin_layer`), which the kernel drops when the holder dies: `remove` and `gc` never take a layer
+in use, in whatever process. Methods run their blocking parts in threads; `lookup` alone is synchronous and reads one small file.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import AsyncIterator, Collection, Iterator
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from dsec.errors import Conflict, InvalidRequest, NodeError, NotFound
+from dsec.layers import erofs, index, mounts
+from dsec.layers.mounts import LayerMount
+from dsec.layers.stack import close_matches
+from dsec.model import LayerRef
+
+Stored = Literal["erofs", "tree"]
+_SUFFIX = {"erofs": ".erofs", "tree": ".tree"}
+
+
+class LayerConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What a layer asks of the sandboxes that stand on it, recorded at import. The topmost layer that sets a field wins."""
+
+    env: dict[str, str] = {}
+    workdir: str = ""
+    user: str = ""
+
+
+class LayerInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One layer's record. ``size``: bytes of the image, or of the files of a plain tree."""
+
+    digest: str
+    stored: Stored
+    size: int
+    created_ts: float = 0.0
+    source: str = ""  # what it was made from, without credentials
+    recipe: str = ""  # hash of a bootstrap's inputs
+    at: str = ""  # where the import put its tree
+    config: LayerConfig = LayerConfig()
+    names: tuple[str, ...] = ()  # filled by `list` and `info`; not stored here
+
+
+class Removed(msgspec.Struct, frozen=True, kw_only=True):
+    """What `gc` freed, and what it would have freed but somebody uses it."""
+
+    digests: tuple[str, ...] = ()
+    bytes: int = 0
+    in_use: tuple[str, ...] = ()
+
+
+class LayerStore:
+    """The store at ``root``, made when absent. Several processes may use one store at once.
+
+    Raises `NodeError` when the directory cannot be made or written.
+    """
+
+    def __init__(self, root: str | os.PathLike[str]) -> None:
+        self.root = Path(root)
+        self._blobs = self.root / "blobs"
+        self._tmp = self.root / "tmp"
+        self._index = index.Index(str(self.root / "names.jsonl"))
+        self._kind: tuple[mounts.Kind, str] | None = None
+        try:
+            for directory in (self._blobs, self._tmp, self.root / "unpacked"):
+                directory.mkdir(parents=True, exist_ok=True, mode=0o755)
+        except OSError as error:
+            raise NodeError(f"cannot make the layer store: {error}", field="layers.store_dir", value=str(root), retryable=False) from error
+
+    # --- names -------------------------------------------------------------------------------------------------------
+
+    def lookup(self, name: str) -> LayerRef:
+        """What a name means now: ``debian-12``, ``repo@tag``, ``name:tag``, ``sha256:…`` (whole, or 12 digits and more).
+
+        Raises `NotFound` with the names that may have been meant, `InvalidRequest` for what cannot be a name. Reads one small file.
+        """
+        if index.is_digest(name):
+            if self._record(name).exists():
+                return LayerRef(name=name, digest=name)
+            raise NotFound("no layer has this digest", field="layer", value=name, fix=close_matches(name, self._index.names()))
+        if index.is_short_digest(name):
+            return LayerRef(name=name, digest=self._complete(name))
+        names = self._index.names()
+        digest = names.get(index.check_name(name, "layer"))
+        if digest is None:
+            raise NotFound("no such layer", field="layer", value=name, fix=close_matches(name, names))
+        if not self._record(digest).exists():
+            raise NotFound(f"the layer's content {digest[:19]} is missing from the store", field="layer", value=name, fix="make it again")
+        return LayerRef(name=name, digest=digest)
+
+    async def resolve(self, name: str) -> LayerRef:
+        """`lookup` in a thread."""
+        return await asyncio.to_thread(self.lookup, name)
+
+    async def tag(self, name: str, target: str) -> LayerRef:
+        """Let ``name`` mean the layer that ``target`` (a name or digest) means now. Raises `NotFound`, `InvalidRequest`."""
+        return await asyncio.to_thread(self._tag, name, target)
+
+    async def untag(self, name: str) -> None:
+        """Forget a name; the content stays until `gc`. Raises `NotFound`."""
+        await asyncio.to_thread(self._untag, name)
+
+    async def history(self, name: str) -> tuple[index.Entry, ...]:
+        """What a name has meant, oldest first."""
+        return await asyncio.to_thread(self._index.history, name)
+
+    # --- content -----------------------------------------------------------------------------------------------------
+
+    async def put_image(self, path: str | os.PathLike[str], name: str = "", meta: LayerInfo | None = None) -> LayerRef:
+        """Take an EROFS image into the store (the file is moved when it lies in `staging`, else copied), and name it.
+
+        ``meta`` supplies source, recipe, at and config; its digest, size and times are computed. Raises `InvalidRequest` when the
+        file is no EROFS image, `NodeError` when the disk fails.
+        """
+        return await asyncio.to_thread(self._put_image, os.fspath(path), name, meta)
+
+    async def put_tree(self, path: str | os.PathLike[str], name: str = "", meta: LayerInfo | None = None) -> LayerRef:
+        """Take a directory inside `staging` as it is, for nodes without mkfs.erofs. It must hold nothing that is still written to."""
+        return await asyncio.to_thread(self._put_tree, os.fspath(path), name, meta)
+
+    @contextlib.asynccontextmanager
+    async def staging(self) -> AsyncIterator[Path]:
+        """A private directory on the store's file system, removed at the end. One that a crash leaves is removed by `gc`."""
+        directory, lock = await asyncio.to_thread(self._stage)
+        try:
+            yield directory
+        finally:
+            await asyncio.shield(asyncio.to_thread(_remove_tree, directory))
+            os.close(lock)
+
+    async def mount_plan(self, digest: str) -> LayerMount:
+        """How the layer is mounted here: EROFS from its file, else by loop device, else a plain directory (unpacked on first use).
+
+        Needs the right to mount, as it tries (once a store). Raises `NotFound`, and `NodeError` when the content's size is not the
+        recorded one (a truncated or replaced blob).
+        """
+        plan = await asyncio.to_thread(self._mount_plan, digest)
+        if plan.kind == "dir" and not os.path.exists(plan.source):
+            await self._unpack(digest, plan.source)
+        return plan
+
+    def fallback(self) -> str:
+        """Why layers are not mounted in the best way; "" when they are, or when none was mounted yet. For doctor and info."""
+        return self._kind[1] if self._kind else ""
+
+    async def info(self, name: str) -> LayerInfo:
+        """The record of a layer given by name or digest, with its names. Raises `NotFound`."""
+        return await asyncio.to_thread(self._info, name)
+
+    async def config(self, digest: str) -> LayerConfig:
+        """Environment, workdir and user recorded at import. Raises `NotFound`."""
+        return (await self.info(digest)).config
+
+    async def list(self) -> tuple[LayerInfo, ...]:
+        """Every layer with its names, newest first."""
+        return await asyncio.to_thread(self._list)
+
+    async def verify(self, name: str) -> LayerInfo:
+        """Hash the content again. Raises `NodeError` when it is not what its name says."""
+        return await asyncio.to_thread(self._verify, name)
+
+    async def remove(self, name: str, pinned: Collection[str] = ()) -> LayerInfo:
+        """Remove a layer and all its names. Raises `NotFound`, and `Conflict` while a sandbox uses it (or ``pinned`` names its digest)."""
+        return await asyncio.to_thread(self._remove, name, frozenset(pinned))
+
+    async def gc(self, pinned: Collection[str] = ()) -> Removed:
+        """Remove the layers that have no name, are not in ``pinned`` and are not in use, and what crashes left behind."""
+        return await asyncio.to_thread(self._gc, frozenset(pinned))
+
+    # --- blocking parts ----------------------------------------------------------------------------------------------
+
+    def _record(self, digest: str) -> Path:
+        return self._blobs / f"{digest.replace(':', '-')}.json"
+
+    def _blob(self, info: LayerInfo) -> Path:
+        return self._blobs / (info.digest.replace(":", "-") + _SUFFIX[info.stored])
+
+    def _unpacked(self, digest: str) -> Path:
+        return self.root / "unpacked" / digest.replace(":", "-")
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        with open(self.root / "lock", "ab") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+
+    def _stage(self) -> tuple[Path, int]:
+        with self._locked():  # gc must not see the directory before its lock
+            directory = Path(tempfile.mkdtemp(prefix="stage-", dir=self._tmp))
+            fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            fcntl.flock(fd, fcntl.LOCK_SH)  # says to gc that its owner lives
+        return directory, fd
+
+    def _complete(self, short: str) -> str:
+        found = [path.stem.replace("-", ":", 1) for path in self._blobs.glob(short.replace(":", "-") + "*.json")]
+        if len(found) == 1:
+            return found[0]
+        if found:
+            raise InvalidRequest("the digest's beginning fits several layers", field="layer", value=short, fix="give more digits")
+        raise NotFound("no layer has this digest", field="layer", value=short, fix=close_matches(short, self._index.names()))
+
+    def _tag(self, name: str, target: str) -> LayerRef:
+        index.check_name(name)
+        with self._locked():
+            digest = self.lookup(target).digest
+            if self._index.names().get(name) != digest:
+                self._index.append(index.Entry(op="tag", name=name, digest=digest))
+        return LayerRef(name=name, digest=digest)
+
+    def _untag(self, name: str) -> None:
+        with self._locked():
+            if name not in (names := self._index.names()):
+                raise NotFound("no such layer name", field="name", value=name, fix=close_matches(name, names))
+            self._index.append(index.Entry(op="untag", name=name))
+
+    def _put_image(self, path: str, name: str, meta: LayerInfo | None) -> LayerRef:
+        if not erofs.is_image(path):
+            raise InvalidRequest("not an EROFS image", field="path", value=path, fix="import a directory or a tar instead")
+        if Path(path).resolve().is_relative_to(self._tmp.resolve()):
+            return self._put_staged(path, name, meta)
+        directory, lock = self._stage()
+        try:
+            return self._put_staged(shutil.copyfile(path, directory / "image"), name, meta)
+        finally:
+            _remove_tree(directory)
+            os.close(lock)
+
+    def _put_staged(self, path: str | Path, name: str, meta: LayerInfo | None) -> LayerRef:
+        _fsync(path)
+        os.chmod(path, 0o444)
+        return self._publish(path, erofs.file_digest(path), "erofs", os.stat(path).st_size, name, meta)
+
+    def _put_tree(self, path: str, name: str, meta: LayerInfo | None) -> LayerRef:
+        if not Path(path).resolve().is_relative_to(self._tmp.resolve()):
+            raise InvalidRequest("a tree must be staged first", field="path", value=path, fix="copy it into LayerStore.staging()")
+        size = erofs.survey(path).bytes
+        os.sync()  # a tree has no single file to fsync
+        return self._publish(path, erofs.tree_digest(path), "tree", size, name, meta)
+
+    def _publish(self, path: str | Path, digest: str, stored: Stored, size: int, name: str, meta: LayerInfo | None) -> LayerRef:
+        if name:
+            index.check_name(name)
+        base = meta or LayerInfo(digest="", stored=stored, size=0)
+        info = msgspec.structs.replace(base, digest=digest, stored=stored, size=size, created_ts=time.time(), names=())
+        with self._locked():  # together, so that gc never sees the content without its name
+            if not self._same(info):
+                self._discard(info)
+                os.rename(path, self._blob(info))
+                self._write_record(info)
+            elif meta is not None:  # same content, made again: the newest record of how counts
+                self._write_record(info)
+            if name and self._index.names().get(name) != digest:
+                self._index.append(index.Entry(op="tag", name=name, digest=digest))
+        return LayerRef(name=name or digest, digest=digest)
+
+    def _same(self, info: LayerInfo) -> bool:
+        """Is the same content there already, whole as far as its size tells? (A tree is published by one rename: there means whole.)"""
+        blob = self._blob(info)
+        return blob.exists() and self._record(info.digest).exists() and (info.stored == "tree" or blob.stat().st_size == info.size)
+
+    def _discard(self, info: LayerInfo) -> None:
+        blob = self._blob(info)
+        if blob.is_dir():
+            _remove_tree(self._to_trash(blob))
+
+    def _to_trash(self, path: Path) -> Path:
+        """Out of sight in one step; what a crash leaves is gc's."""
+        grave = Path(tempfile.mkdtemp(prefix="trash-", dir=self._tmp))
+        os.rename(path, grave / path.name)
+        return grave
+
+    def _write_record(self, info: LayerInfo) -> None:
+        fd, temporary = tempfile.mkstemp(prefix="record-", dir=self._tmp)
+        with open(fd, "wb") as file:
+            file.write(msgspec.json.encode(info))
+            os.fchmod(fd, 0o644)
+            file.flush()
+            os.fsync(fd)
+        os.rename(temporary, self._record(info.digest))
+        _fsync(self._blobs)
+
+    def _read_record(self, digest: str) -> LayerInfo:
+        try:
+            return msgspec.json.decode(self._record(digest).read_bytes(), type=LayerInfo)
+        except FileNotFoundError:
+            raise NotFound("no layer has this digest", field="layer", value=digest, fix="`dsec layer list` shows them") from None
+        except msgspec.DecodeError as error:
+            raise NodeError(f"the layer's record is damaged: {error}", field="layer", value=digest, retryable=False) from error
+
+    def _info(self, name: str) -> LayerInfo:
+        digest = self.lookup(name).digest
+        names = tuple(sorted(tag for tag, meant in self._index.names().items() if meant == digest))
+        return msgspec.structs.replace(self._read_record(digest), names=names)
+
+    def _list(self) -> tuple[LayerInfo, ...]:
+        by_digest: dict[str, list[str]] = {}
+        for name, digest in self._index.names().items():
+            by_digest.setdefault(digest, []).append(name)
+        found = [self._read_record(path.stem.replace("-", ":", 1)) for path in self._blobs.glob("*.json")]
+        found.sort(key=lambda info: (-info.created_ts, info.digest))
+        return tuple(msgspec.structs.replace(info, names=tuple(sorted(by_digest.get(info.digest, ())))) for info in found)
+
+    def _checked(self, digest: str) -> LayerInfo:
+        info = self._read_record(digest)
+        blob = self._blob(info)
+        fix = "remove it with `dsec layer rm` and make it again"
+        if not blob.exists():
+            raise NodeError("the layer's content is missing", field="layer", value=digest, fix=fix, retryable=False)
+        if info.stored == "erofs" and (actual := blob.stat().st_size) != info.size:
+            raise NodeError(
+                f"the layer's image has {actual} bytes, {info.size} were recorded", field="layer", value=digest, fix=fix, retryable=False
+            )
+        return info
+
+    def _mount_plan(self, digest: str) -> LayerMount:
+        info = self._checked(digest)
+        blob = self._blob(info)
+        if info.stored == "tree":
+            return LayerMount(kind="dir", source=str(blob))
+        if self._kind is None:
+            self._kind = mounts.probe(str(blob))
+        kind = self._kind[0]
+        if kind == "dir":
+            return LayerMount(kind="dir", source=str(self._unpacked(digest)))
+        return LayerMount(kind=kind, source=str(blob), size=info.size)
+
+    async def _unpack(self, digest: str, target: str) -> None:
+        image = self._blobs / (digest.replace(":", "-") + ".erofs")
+        async with self.staging() as directory:
+            await erofs.extract(str(image), str(directory / "tree"))
+            await asyncio.to_thread(self._place_unpacked, directory / "tree", target)
+
+    def _place_unpacked(self, tree: Path, target: str) -> None:
+        os.sync()
+        with self._locked():
+            if not os.path.exists(target):
+                os.rename(tree, target)
+
+    def _verify(self, name: str) -> LayerInfo:
+        info = self._info(name)
+        self._checked(info.digest)
+        blob = str(self._blob(info))
+        actual = erofs.file_digest(blob) if info.stored == "erofs" else erofs.tree_digest(blob)
+        if actual != info.digest:
+            raise NodeError(
+                f"the layer's content was altered: it hashes to {actual}",
+                field="layer",
+                value=info.digest,
+                fix="remove it with `dsec layer rm` and make it again",
+                retryable=False,
+            )
+        return info
+
+    @contextlib.contextmanager
+    def _claimed(self, info: LayerInfo) -> Iterator[bool]:
+        """True while the layer is ours alone: nobody has it pinned, and nobody can pin it (see `mounts.pin_layer`)."""
+        fds: list[int] = []
+        try:
+            for path in (self._blob(info), self._unpacked(info.digest)):
+                if path.exists():
+                    fds.append(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
+                    fcntl.flock(fds[-1], fcntl.LOCK_EX | fcntl.LOCK_NB)
+            free = True
+        except BlockingIOError:
+            free = False
+        try:
+            yield free
+        finally:
+            for fd in fds:
+                os.close(fd)
+
+    def _delete(self, info: LayerInfo) -> None:
+        """The record goes first: without it the layer is not there, and what remains of a crash is gc's."""
+        self._record(info.digest).unlink(missing_ok=True)
+        _fsync(self._blobs)
+        for path in (self._blob(info), self._unpacked(info.digest)):
+            if path.exists():
+                _remove_tree(self._to_trash(path))
+
+    def _remove(self, name: str, pinned: frozenset[str]) -> LayerInfo:
+        with self._locked():
+            info = self._info(name)
+            with self._claimed(info) as free:
+                if not free or info.digest in pinned:
+                    raise Conflict("a sandbox uses this layer", field="layer", value=name, fix="stop its sandboxes first")
+                for tag in info.names:
+                    self._index.append(index.Entry(op="untag", name=tag))
+                self._delete(info)
+        return info
+
+    def _gc(self, pinned: frozenset[str]) -> Removed:
+        gone: list[str] = []
+        used: list[str] = []
+        freed = 0
+        with self._locked():
+            infos = self._list()
+            for info in infos:
+                if info.names:
+                    continue
+                with self._claimed(info) as free:
+                    if not free or info.digest in pinned:
+                        used.append(info.digest)
+                        continue
+                    self._delete(info)
+                gone.append(info.digest)
+                freed += info.size
+            # Content without a record: its writer died between the two renames, or `_delete` did.
+            known = {path.stem for path in self._blobs.glob("*.json")}
+            for path in [*self._blobs.iterdir(), *(self.root / "unpacked").iterdir()]:
+                stem = path.name.split(".")[0]
+                if stem not in known:
+                    _remove_tree(self._to_trash(path))
+            for leftover in self._tmp.iterdir():
+                if _abandoned(leftover):
+                    _remove_tree(leftover)
+        return Removed(digests=tuple(gone), bytes=freed, in_use=tuple(used))
+
+
+def _abandoned(path: Path) -> bool:
+    """Left by a process that died: nobody holds the staging directory's lock. Records and trash live under the store's lock only."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(fd)
+    return True
+
+
+def _remove_tree(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _fsync(path: str | Path) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -1,0 +1,92 @@
+"""Run a foreign program (mkfs.erofs, mmdebstrap, git, cp) without blocking the loop and without leaving it behind."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import signal
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+
+from dsec.errors import NodeError, Unsupported
+
+Progress = Callable[[str], None]
+
+
+def silent(_line: str) -> None:
+    """The default progress callback."""
+
+
+def find(name: str, package: str) -> str:
+    """The program's path. Raises `Unsupported`, naming the Debian package that holds it."""
+    path = shutil.which(name, path=os.environ.get("PATH", "") + ":/usr/sbin:/sbin")
+    if path is None:
+        raise Unsupported(f"{name} is not installed", reason=f"no {name} in PATH", fix=f"apt-get install {package}")
+    return path
+
+
+async def run(
+    argv: Sequence[str],
+    *,
+    env: Mapping[str, str] | None = None,
+    cwd: str | None = None,
+    stdin: bytes = b"",
+    progress: Progress = silent,
+    secrets: Sequence[str] = (),
+) -> str:
+    """Run to its end and return its output (stdout and stderr together, the last 400 lines).
+
+    Each line goes to ``progress`` as it comes. The environment is PATH, a C locale and ``env``, nothing of ours. When the caller
+    is cancelled the program's whole process group is killed and waited for. Raises `NodeError` with the last lines when it fails;
+    ``secrets`` are blotted out of everything shown.
+    """
+    clean = {"PATH": os.environ.get("PATH", os.defpath) + ":/usr/sbin:/sbin", "LC_ALL": "C.UTF-8", "HOME": "/nonexistent", **(env or {})}
+    process = await asyncio.create_subprocess_exec(
+        *argv,
+        stdin=asyncio.subprocess.PIPE if stdin else asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+        env=clean,
+        cwd=cwd,
+        start_new_session=True,
+    )
+    lines: deque[str] = deque(maxlen=400)
+    try:
+        if process.stdin is not None:
+            process.stdin.write(stdin)
+            await process.stdin.drain()
+            process.stdin.close()
+        assert process.stdout is not None
+        buffer = b""
+        while chunk := await process.stdout.read(65536):
+            *whole, buffer = (buffer + chunk).replace(b"\r", b"\n").split(b"\n")
+            buffer = buffer[-4096:]
+            for raw in whole:
+                if line := _blot(raw.decode(errors="replace").strip(), secrets):
+                    lines.append(line)
+                    progress(line)
+        if buffer:
+            lines.append(_blot(buffer.decode(errors="replace").strip(), secrets))
+        code = await process.wait()
+    finally:
+        if process.returncode is None:
+            _kill_group(process.pid)
+            await asyncio.shield(process.wait())
+    if code != 0:
+        tail = " | ".join(list(lines)[-5:])
+        raise NodeError(f"{os.path.basename(argv[0])} failed with exit code {code}: {tail}", retryable=False)
+    return "\n".join(lines)
+
+
+def _kill_group(pid: int) -> None:
+    try:
+        os.killpg(pid, signal.SIGKILL)
+    except ProcessLookupError:  # it ended between the check and the signal
+        return
+
+
+def _blot(line: str, secrets: Sequence[str]) -> str:
+    for secret in secrets:
+        line = line.replace(secret, "***")
+    return line
