@@ -1,0 +1,351 @@
+"""Many sandboxes in one call, as they become ready. A single create is a burst of one.
+
+Whatever the caller does (cancel, leave, raise), no sandbox of a burst stays that nobody wants: what was placed is dropped by the
+lease at once, what arrives later is dropped when it arrives, and what this client never hears of no lease ever claims.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import deque
+from collections.abc import AsyncIterator, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+from dsec.bus import codec, subjects
+from dsec.bus.messages import BurstNews, CreateAck, CreateRequest, Empty, Failed, InfoReply, ReadyItem
+from dsec.bus.transport import Msg
+from dsec.errors import BurstError, DeadlineExceeded, DsecError, SandboxGone, to_body
+from dsec.model import SandboxId, SandboxSpec, State, new_ulid
+from libdsec.plan import Ledger, Slice, slices
+from libdsec.sandbox import Sandbox
+from libdsec.wire import SILENCE, is_silence, unanswered
+
+if TYPE_CHECKING:
+    from libdsec.client import Client
+
+ACK = 0.5  # seconds in which a Scheduler acknowledges a slice; then it is sent again under the same id
+LOOK_AFTER = 5.0  # seconds without news after which we ask: news travel at most once
+LOOK_AT = 64  # sandboxes looked at in one round
+
+
+class Gathering:
+    """One create under way: sends the slices, hears the news, keeps the ledger."""
+
+    def __init__(self, client: Client, specs: Sequence[SandboxSpec], deadline: float) -> None:
+        self.client = client
+        self.specs = specs
+        self.burst = new_ulid()
+        self.ledger = Ledger(len(specs))
+        self.slices: list[Slice] = list(slices(specs))
+        self.arrived: deque[Sandbox] = deque()
+        self.news = asyncio.Event()
+        self.fatal: DsecError | None = None
+        self.until = asyncio.get_running_loop().time() + deadline
+        self.deadline = deadline
+        self._heard = asyncio.get_running_loop().time()
+        self._tasks: list[asyncio.Task[None]] = []
+
+    # ------------------------------------------------------------------ sending
+    def begin(self) -> None:
+        """Starts at once and waits for nothing."""
+        self.client._gatherings[self.burst] = self
+        self._spawn(self._send(range(len(self.slices))))
+        self._spawn(self._look())
+
+    def _spawn(self, work: object) -> None:
+        task = asyncio.ensure_future(work)  # type: ignore[call-overload]
+        self._tasks.append(task)
+
+    async def _send(self, numbers: Sequence[int]) -> None:
+        """Slices one after the other in the order of their indices, a few of them unacknowledged at a time."""
+        gate = asyncio.Semaphore(8)
+
+        async def one(number: int) -> None:
+            async with gate:
+                await self._send_slice(number)
+
+        try:
+            await asyncio.gather(*(one(number) for number in numbers))
+        except DsecError as error:
+            self.fatal = error
+            self.news.set()
+
+    async def _send_slice(self, number: int) -> None:
+        loop = asyncio.get_running_loop()
+        wire = self.client._wire
+        subject = subjects.api(wire.unit, "create", wire.caller)
+        silent_until = min(self.until, loop.time() + SILENCE)
+        pause = 0.05
+        part = self.slices[number]
+        while not self.ledger.closed:
+            left = self.until - loop.time()
+            request = CreateRequest(
+                burst=self.burst,
+                slice=number,
+                specs=part.specs,
+                items=part.items,
+                inbox=self.client._inbox_of(self.burst),
+                deadline_ms=max(1, int(left * 1000)),
+                lease=self.client._leases.lease,
+            )
+            try:
+                await wire.ask(subject, request, CreateAck, timeout=min(ACK, max(0.05, left)))
+                return
+            except DsecError as error:
+                if not (is_silence(error) or error.retryable):
+                    raise
+                if loop.time() > (silent_until if is_silence(error) else self.until):
+                    if any(owner is not None for owner in self.ledger.owner):
+                        return  # the acknowledgement was lost, the work is under way
+                    raise unanswered(error, "the Scheduler") if is_silence(error) else error from None
+            await asyncio.sleep(pause * random.uniform(0.5, 1.0))
+            pause = min(pause * 2, 1.0)
+
+    # ------------------------------------------------------------------ hearing
+    def on_news(self, msg: Msg) -> None:
+        try:
+            news = codec.decode(msg.data, BurstNews)
+        except DsecError as error:
+            self.client._wire.log.error("client.bad_news", burst=self.burst, error=str(error))
+            return
+        self.take(news)
+
+    def take(self, news: BurstNews) -> None:
+        meaning = self.ledger.take(news)
+        leases = self.client._leases
+        if meaning.claims:
+            for sandbox in meaning.claims:
+                leases.claim([sandbox])
+        if meaning.drops:
+            leases.drop(meaning.drops)
+        if self.ledger.closed:
+            return
+        self._heard = asyncio.get_running_loop().time()
+        for ready in meaning.ready:
+            spec = self.specs[ready.index]
+            if spec.on_client_loss == "keep":
+                leases.claim([ready.id], keep=True)
+            self.arrived.append(
+                Sandbox(
+                    self.client,
+                    ready.id,
+                    labels=spec.labels,
+                    layers=ready.layers,
+                    degraded=ready.degraded,
+                    exec_timeout=spec.exec_timeout_ms / 1000,
+                )
+            )
+        for index in meaning.failed:
+            owner = self.ledger.owner[index]
+            if owner is not None:
+                leases.drop([owner])
+        if meaning.ready or meaning.failed:
+            self.news.set()
+
+    def reconnected(self) -> None:
+        """News of the time without connection are lost: look soon."""
+        self._heard = 0.0
+
+    async def _look(self) -> None:
+        """When it has been quiet, ask the Edges about what was placed, and the Scheduler again about what was not."""
+        loop = asyncio.get_running_loop()
+        resend_at = loop.time() + 2 * LOOK_AFTER
+        while not self.ledger.closed and not self.ledger.settled:
+            await asyncio.sleep(0.5)
+            if loop.time() - self._heard < LOOK_AFTER:
+                continue
+            self._heard = loop.time()
+            placed = [index for index in self.ledger.pending() if self.ledger.owner[index] is not None]
+            await asyncio.gather(*(self._look_at(index) for index in placed[:LOOK_AT]))
+            unplaced = set(self.ledger.unplaced())
+            if unplaced and loop.time() >= resend_at:
+                resend_at = loop.time() + 2 * LOOK_AFTER
+                again = [
+                    number
+                    for number, part in enumerate(self.slices)
+                    if any(not unplaced.isdisjoint(range(item.first, item.first + item.count)) for item in part.items)
+                ]
+                await self._send(again)
+
+    async def _look_at(self, index: int) -> None:
+        sandbox = self.ledger.owner[index]
+        assert sandbox is not None
+        try:
+            info = (await self.client._request(sandbox, "info", Empty(), InfoReply, timeout=2.0, repeat=False)).info
+        except SandboxGone as error:
+            self._report(sandbox, failed=(Failed(index=index, ulid=sandbox.ulid, error=to_body(error)),))
+            return
+        except DsecError as error:
+            self.client._wire.log.debug("client.look_failed", sandbox=str(sandbox), error=str(error))
+            return
+        if info.state in (State.STOPPING, State.STOPPED):
+            reason = info.exit.reason if info.exit is not None else "broken"
+            detail = info.exit.detail if info.exit is not None else ""
+            gone = SandboxGone(detail or "it ended before it was ready", sandbox=info.id, reason=reason)
+            self._report(sandbox, failed=(Failed(index=index, ulid=sandbox.ulid, error=gone.body()),))
+        elif info.state not in (State.PENDING, State.CREATING):
+            item = ReadyItem(index=index, ulid=sandbox.ulid, layers=info.layers, degraded=info.degraded)
+            self._report(sandbox, ready=(item,))
+
+    def _report(self, sandbox: SandboxId, ready: tuple[ReadyItem, ...] = (), failed: tuple[Failed, ...] = ()) -> None:
+        self.take(BurstNews(burst=self.burst, edge=sandbox.edge, ready=ready, failed=failed))
+
+    # ------------------------------------------------------------------ ending
+    def close(self, error: DsecError) -> None:
+        """Nothing more is wanted. Synchronous: it works in the middle of a cancellation."""
+        for task in self._tasks:
+            task.cancel()
+        late = self.ledger.close(error)
+        if late:
+            self.client._leases.drop(late)
+        self.client._retire(self)
+
+    def overdue(self) -> DeadlineExceeded:
+        fix = "see `dsec node ls` for room, or raise the time-out"
+        return DeadlineExceeded(f"not ready within {self.deadline:g} s", reason="create", fix=fix)
+
+    async def next(self) -> Sandbox | None:
+        """The next ready sandbox; None when every index has settled or the deadline has passed."""
+        loop = asyncio.get_running_loop()
+        while not self.arrived:
+            if self.fatal is not None:
+                raise self.fatal
+            if self.ledger.settled or loop.time() >= self.until:
+                return None
+            self.news.clear()
+            try:
+                async with asyncio.timeout_at(self.until):
+                    await self.news.wait()
+            except TimeoutError:
+                continue
+        return self.arrived.popleft()
+
+
+class Burst:
+    """Made by `Client.burst`; an async context manager and an async iterator over sandboxes as they become ready.
+
+    ``failed`` holds (index, error). Leaving the block stops every sandbox of the burst.
+    """
+
+    def __init__(self, client: Client, specs: list[SandboxSpec], min_ready: int, deadline: float, keep_partial: bool) -> None:
+        self.n = len(specs)
+        self.min_ready = min_ready
+        self.sandboxes: list[Sandbox] = []
+        self._client = client
+        self._specs = specs
+        self._deadline = deadline
+        self._keep_partial = keep_partial
+        self._gathering: Gathering | None = None
+        self._over = False
+
+    @property
+    def failed(self) -> list[tuple[int, DsecError]]:
+        """What did not become ready, by index."""
+        return sorted(self._gathering.ledger.errors.items()) if self._gathering is not None else []
+
+    def index(self, sandbox: Sandbox) -> int:
+        """The index of a ready sandbox of this burst: its place among the specs."""
+        if self._gathering is not None:
+            for index, ready in self._gathering.ledger.ready.items():
+                if ready.id == sandbox._id:
+                    return index
+        raise ValueError(f"{sandbox!r} is not of this burst")
+
+    async def __aenter__(self) -> Self:
+        self._client._wire.guard()
+        self._gathering = Gathering(self._client, self._specs, self._deadline)
+        self._gathering.begin()
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._close("the burst was left")
+        kept = isinstance(error, BurstError) and self._keep_partial
+        if not kept:
+            await self._client._stop_all(self.sandboxes)
+
+    async def __aiter__(self) -> AsyncIterator[Sandbox]:
+        """Ready sandboxes, each once; those that came before the iteration began first.
+
+        Raises `BurstError` as soon as ``min_ready`` cannot be reached any more, or is not reached at the deadline: then all are
+        stopped, unless ``keep_partial`` (they are in ``sandboxes``).
+        """
+        at = 0
+        while True:
+            while at < len(self.sandboxes):
+                at += 1
+                yield self.sandboxes[at - 1]
+            if not await self._advance():
+                return
+
+    async def wait(self) -> list[Sandbox]:
+        """All that became ready, once every index has settled or the deadline has passed. Raises `BurstError` as iteration does."""
+        while await self._advance():
+            pass
+        return list(self.sandboxes)
+
+    async def _advance(self) -> bool:
+        gathering = self._gathering
+        if gathering is None:
+            raise RuntimeError("this burst was not started: use `async with client.burst(…) as b`")
+        if self._over:
+            return False
+        if gathering.ledger.ahead < self.min_ready:
+            await self._fail(gathering)
+        try:
+            sandbox = await gathering.next()
+        except DsecError as error:
+            for index in gathering.ledger.pending():
+                gathering.ledger.errors[index] = error
+            await self._fail(gathering)
+            raise
+        if sandbox is not None:
+            self.sandboxes.append(sandbox)
+            return True
+        self._close(f"not ready within {self._deadline:g} s")
+        if len(self.sandboxes) < self.min_ready:
+            await self._fail(gathering)
+        return False
+
+    def _close(self, why: str) -> None:
+        if self._gathering is None or self._over:
+            return
+        self._over = True
+        self._gathering.close(DeadlineExceeded(why, reason="burst"))
+        while self._gathering.arrived:
+            self.sandboxes.append(self._gathering.arrived.popleft())
+
+    async def _fail(self, gathering: Gathering) -> None:
+        self._close(f"not ready within {self._deadline:g} s")
+        if not self._keep_partial:
+            await self._client._stop_all(self.sandboxes)
+        reasons = summary([error for _, error in self.failed])
+        counts = f"{len(gathering.ledger.ready)} of {self.n} sandboxes became ready, {self.min_ready} were wanted"
+        raise BurstError(f"{counts}: {reasons}" if reasons else counts, reason="min_ready")
+
+
+def summary(errors: Sequence[DsecError], most: int = 3) -> str:
+    """The commonest errors with their counts, in one line."""
+    counts: dict[str, int] = {}
+    for error in errors:
+        text = error.message
+        counts[text] = counts.get(text, 0) + 1
+    ranked = sorted(counts.items(), key=lambda item: -item[1])
+    return "; ".join(f"{count} x {text}" for text, count in ranked[:most]) + ("; …" if len(ranked) > most else "")
+
+
+async def create_one(client: Client, spec: SandboxSpec, deadline: float) -> Sandbox:
+    """A burst of one. Cancelled or failed at any point, it leaves nothing."""
+    gathering = Gathering(client, [spec], deadline)
+    sandbox: Sandbox | None = None
+    try:
+        gathering.begin()
+        sandbox = await gathering.next()
+        if sandbox is None:
+            raise gathering.ledger.errors.get(0) or gathering.overdue()
+        return sandbox
+    finally:
+        gathering.close(gathering.overdue())
+        if sandbox is None:
+            client._leases.drop([found._id for found in gathering.arrived])

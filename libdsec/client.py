@@ -1,0 +1,410 @@
+"""The connection of a user: makes sandboxes, finds them again, speaks to many of them at once."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import AsyncGenerator, Generator, Iterable, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Literal, NoReturn, Self, TypeVar, Unpack
+
+from dsec.bus import subjects
+from dsec.bus.messages import ClusterView, Event, Lease, ListReply, ManyReply, Selector
+from dsec.bus.subjects import Caller
+from dsec.bus.transport import Msg, Subscription
+from dsec.errors import DsecError, InvalidRequest, NotFound, SandboxGone, Unavailable, from_body
+from dsec.model import SandboxId, SandboxInfo, SandboxSpec, State, check_project, new_ulid
+from libdsec.burst import Burst, Gathering, create_one
+from libdsec.lease import LeaseKeeper
+from libdsec.plan import expand
+from libdsec.results import ItemOutcome
+from libdsec.sandbox import Sandbox
+from libdsec.spec import Options, labels_map, milliseconds, spec, text, wrong
+from libdsec.wire import Wire
+
+T = TypeVar("T")
+Outcomes = list[ItemOutcome]  # a method is called `list` below
+
+URL_VARIABLE, PROJECT_VARIABLE = "DSEC_URL", "DSEC_PROJECT"
+DEFAULT_URL = "nats://127.0.0.1:4222"
+MANY_TIMEOUT = 30.0  # seconds for a request to every Edge
+STOP_PARALLEL = 64
+AFTERTHOUGHT = 120.0  # seconds in which a create that ended may still be answered
+
+
+def connect(
+    url: str | None = None,
+    *,
+    project: str | None = None,
+    principal: str = "local",
+    unit: str = "main",
+    name: str | None = None,
+    lease: str | None = None,
+    lease_ttl: float = 30.0,
+    creds: str = "",
+    token: str = "",
+    user: str = "",
+    password: str = "",
+    tls_ca: str = "",
+    connect_timeout: float = 5.0,
+) -> Client:
+    """A client, to be used as ``async with libdsec.connect() as dsec`` (or ``dsec = await libdsec.connect()`` and ``await dsec.close()``).
+
+    Args:
+        url: NATS server(s); None = ``DSEC_URL``, or nats://127.0.0.1:4222.
+        project: path such as ``acme/rl``; None = ``DSEC_PROJECT``, or ``default``.
+        principal: who asks. unit: the scale unit.
+        name: shown in nats-server's monitoring.
+        lease: id of the job's lease, to be chosen when the job shall outlive this client: a restarted client that gives the
+            same id takes its sandboxes up again. None = a lease that ends with this client.
+        lease_ttl: seconds without a sign of life after which the nodes end what the lease holds (by ``on_client_loss``).
+        creds, token, user, password, tls_ca: how to authenticate to nats-server.
+        connect_timeout: seconds to keep trying.
+
+    Raises (when it is entered): `Unavailable`, `Denied`, `Unsupported`; `InvalidRequest` at once.
+    """
+    chosen = url or os.environ.get(URL_VARIABLE) or DEFAULT_URL
+    path = check_project(project or os.environ.get(PROJECT_VARIABLE) or "default")
+    for field, token_text in (("principal", principal), ("unit", unit)):
+        if not text(token_text, field, limit=64).replace("-", "").replace("_", "").isalnum() or not token_text.isascii():
+            raise wrong("is not a usable name", field, token_text, "use A-Z a-z 0-9 _ -")
+    ttl = milliseconds(lease_ttl, "lease_ttl")
+    if not 1_000 <= ttl <= 86_400_000:
+        raise wrong("is out of range", "lease_ttl", lease_ttl, "use 1 to 86400 seconds")
+    if lease is not None and not (0 < len(lease) <= 64 and lease.isascii() and lease.replace("-", "").replace("_", "").isalnum()):
+        raise wrong("is not a usable id", "lease", lease, "use A-Z a-z 0-9 _ -, 64 at most")
+    options = {
+        "name": name or f"libdsec {socket.gethostname()} {os.getpid()}",
+        "creds": creds,
+        "token": token,
+        "user": user,
+        "password": password,
+        "tls_ca": tls_ca,
+        "connect_timeout": connect_timeout,
+    }
+    wire = Wire(chosen, options, unit, Caller(principal, path))
+    return Client(wire, Lease(id=lease or new_ulid(), ttl_ms=ttl), named=lease is not None)
+
+
+class Client:
+    """Made by `connect`. Belongs to the event loop and the process in which it was entered."""
+
+    def __init__(self, wire: Wire, lease: Lease, *, named: bool) -> None:
+        self._wire = wire
+        self._leases = LeaseKeeper(wire, lease, named=named)
+        self._gatherings: dict[str, Gathering] = {}
+        self._news: Subscription | None = None
+        self._inbox = ""
+
+    def __reduce__(self) -> NoReturn:
+        fix = "call libdsec.connect() in the other process; send sandbox ids and attach there"
+        raise InvalidRequest("a client cannot be pickled", fix=fix)
+
+    # ------------------------------------------------------------------ open and close
+    async def __aenter__(self) -> Self:
+        await self._wire.open()
+        try:
+            transport = self._wire.guard()
+            self._inbox = transport.new_inbox()
+            self._news = await self._wire.listen(f"{self._inbox}.*", self._on_news)
+            self._wire.on_reconnect.append(self._reconnected)
+            if self._leases.named:
+                await self._take_up()
+        except BaseException:
+            await self._wire.close()
+            raise
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        await self.close()
+
+    def __await__(self) -> Generator[Any, None, Client]:
+        return self.__aenter__().__await__()
+
+    async def close(self) -> None:
+        """End what this client holds (unless it is kept, or the lease has a name of its own), and disconnect. Idempotent."""
+        if self._wire.closed:
+            return
+        for gathering in list(self._gatherings.values()):
+            gathering.close(Unavailable("this client was closed", reason="closed"))
+        try:
+            await self._leases.close()
+        finally:
+            await self._wire.close()
+
+    @property
+    def lease(self) -> str:
+        """The id of this client's lease, for ``connect(lease=…)``."""
+        return self._leases.lease.id
+
+    @property
+    def project(self) -> str:
+        return self._wire.caller.project
+
+    # ------------------------------------------------------------------ making sandboxes
+    def sandbox(self, image: str | SandboxSpec, *, timeout: float = 120.0, **options: Unpack[Options]) -> SandboxContext:
+        """A sandbox for a block: ``async with client.sandbox("debian-12") as sandbox``. It is stopped when the block ends.
+
+        Args:
+            image: base layer, or a whole spec (then without options).
+            timeout: seconds until it must be ready.
+            workspace, toolkits: layers stacked above the image, in this order.
+            backend: ``container`` (default) or another that a node offers.
+            cpus: share of cores (1). memory ("512MiB"), disk ("1GiB"), pids (256), inodes: hard limits.
+            qos: ``be`` (default) or ``ls``.
+            network: ``none`` (default), ``open`` or a list of rules.
+            env, workdir, user, hostname, labels: as in any container; only what is declared here reaches the sandbox.
+            idle_timeout: seconds without use (1800) until ``on_idle`` ("pause" or "stop"); None or 0 = never.
+            on_client_loss: "stop" (default), "pause" or "keep", when this client's lease lapses.
+            ttl: seconds of life; None = no bound. exec_timeout: default of `Sandbox.exec` (600).
+            isolation, devices, node_labels, arch: which nodes may take it. best_effort: accept one that cannot enforce all of it.
+
+        Raises: `InvalidRequest` at once; on entering `NotFound` (a layer), `Busy`, `Denied`, `Unsupported`, `Unavailable`,
+        `DeadlineExceeded`.
+        """
+        return SandboxContext(self, _spec_of(image, options), milliseconds(timeout, "timeout") / 1000)
+
+    async def create(self, image: str | SandboxSpec, *, timeout: float = 120.0, **options: Unpack[Options]) -> Sandbox:
+        """A sandbox that outlives this client (``on_client_loss`` is "keep" here unless given). Arguments and errors as `sandbox`."""
+        self._wire.guard()
+        if not isinstance(image, SandboxSpec):
+            options.setdefault("on_client_loss", "keep")
+        made = await create_one(self, _spec_of(image, options), milliseconds(timeout, "timeout") / 1000)
+        return made
+
+    def burst(
+        self,
+        specs: SandboxSpec | Sequence[SandboxSpec],
+        n: int | None = None,
+        min_ready: int | None = None,
+        deadline: float = 120.0,
+        keep_partial: bool = False,
+    ) -> Burst:
+        """Many sandboxes: ``async with client.burst(spec, 64) as b: async for sandbox in b: …``.
+
+        Args:
+            specs: one spec for ``n`` sandboxes, or one for each.
+            min_ready: fewer than these raise `BurstError`; None = all of them. What is not ready at the ``deadline`` (seconds) is
+                cancelled and listed in ``failed``.
+            keep_partial: leave those that are ready running when a `BurstError` is raised.
+        """
+        expanded = expand(specs, n)
+        least = len(expanded) if min_ready is None else min_ready
+        if isinstance(least, bool) or not isinstance(least, int) or not 0 <= least <= len(expanded):
+            raise wrong("is out of range", "min_ready", min_ready, f"use a whole number from 0 to {len(expanded)}")
+        seconds = milliseconds(deadline, "deadline") / 1000
+        if seconds <= 0:
+            raise wrong("is out of range", "deadline", deadline, "use a number of seconds above 0")
+        return Burst(self, expanded, least, seconds, keep_partial)
+
+    async def attach(self, sandbox_id: str) -> Sandbox:
+        """A handle to a sandbox that exists. Raises `NotFound`, or `SandboxGone` with the reason of its end."""
+        sid = SandboxId.parse(text(sandbox_id, "id", limit=128))
+        sandbox = Sandbox(self, sid)
+        try:
+            info = await sandbox.info()
+        except Unavailable as error:
+            fix = "see `dsec node ls`"
+            raise Unavailable(f"the node {sid.edge} does not answer", sandbox=sandbox_id, reason=error.reason, fix=fix) from error
+        if info.state is State.STOPPED:
+            reason = info.exit.reason if info.exit is not None else ""
+            raise SandboxGone("the sandbox has ended", sandbox=sandbox_id, reason=str(reason))
+        sandbox.layers, sandbox.degraded = info.layers, info.degraded
+        return sandbox
+
+    # ------------------------------------------------------------------ many at once
+    async def list(
+        self,
+        labels: Mapping[str, str] | None = None,
+        *,
+        ids: Iterable[str] = (),
+        states: Iterable[str] = (),
+        stopped: bool = False,
+        stuck: bool = False,
+    ) -> list[SandboxInfo]:
+        """Sandboxes of this project on all nodes, oldest first; ``stopped``: also those that ended and are remembered.
+
+        Nodes that did not answer are named in a warning of the log; `nodes` shows them.
+        """
+        selector = _selector(labels, ids, states, stopped=stopped, stuck=stuck)
+        replies, silent = await self._wire.everyone("list", selector, ListReply, timeout=MANY_TIMEOUT / 3)
+        if silent:
+            self._wire.log.warning("client.nodes_silent", nodes=silent, verb="list")
+        found = [info for reply in replies for info in reply.sandboxes]
+        return sorted(found, key=lambda info: (info.created_ts, info.id))
+
+    async def stop(self, labels: Mapping[str, str] | None = None, *, ids: Iterable[str] = (), everything: bool = False) -> Outcomes:
+        """End all that carry these labels (or have these ids, or all of the project); what became of each."""
+        return await self._many("stop", labels, ids, everything)
+
+    async def pause(self, labels: Mapping[str, str] | None = None, *, ids: Iterable[str] = (), everything: bool = False) -> Outcomes:
+        """Freeze a job; what became of each sandbox."""
+        return await self._many("pause", labels, ids, everything)
+
+    async def resume(self, labels: Mapping[str, str] | None = None, *, ids: Iterable[str] = (), everything: bool = False) -> Outcomes:
+        """Thaw a job; what became of each sandbox."""
+        return await self._many("resume", labels, ids, everything)
+
+    async def nodes(self) -> ClusterView:
+        """The Watcher's view: nodes with load and states, how old each is, and those lost. Raises `Unavailable` without a Watcher."""
+        view = await self._wire.view(timeout=5.0)
+        if view is None:
+            fix = "start one with `dsec serve watcher` or `dsec up`"
+            raise Unavailable("no Watcher publishes a view of the cluster", reason="silent", fix=fix)
+        return view
+
+    async def events(
+        self,
+        labels: Mapping[str, str] | None = None,
+        *,
+        since: str | float | None = None,
+        follow: bool = True,
+        kinds: Iterable[str] = (),
+        ids: Iterable[str] = (),
+    ) -> AsyncGenerator[Event]:
+        """Events of this project as they happen, each once, through reconnections too.
+
+        Args:
+            since: None = from now on; ``"-10m"`` (s, m, h, d), Unix seconds or ``"all"`` begin in the past.
+            follow: False ends with the events that exist now.
+            labels, kinds, ids: which ones; all labels, any of the kinds, any of the sandboxes.
+        """
+        from dsec.bus.events import EventReader
+
+        chosen = labels_map(labels)
+        reader = EventReader(self._wire.bus, labels=chosen, kinds=kinds, sandboxes=ids, project=self.project, since=since, follow=follow)
+        async with reader:
+            async for event in reader:
+                yield event
+
+    async def _many(self, verb: str, labels: Mapping[str, str] | None, ids: Iterable[str], everything: bool) -> Outcomes:
+        chosen = _selector(labels, ids, ())
+        if not chosen.labels and not chosen.ids and not everything:
+            raise wrong(f"would {verb} every sandbox of the project", "labels", "", "give labels or ids, or everything=True")
+        replies, silent = await self._wire.everyone(verb, chosen, ManyReply, timeout=MANY_TIMEOUT)
+        if silent and not replies:
+            raise Unavailable(f"no node answers: {', '.join(silent[:5])}", reason="silent", fix="see `dsec node ls`")
+        results = [
+            ItemOutcome(id=item.id, error=None if item.error is None else from_body(item.error))
+            for reply in replies
+            for item in reply.results
+        ]
+        seen = {result.id for result in results}
+        for sandbox_id in chosen.ids:
+            if sandbox_id not in seen:
+                edge = SandboxId.parse(sandbox_id).edge
+                missing: DsecError = NotFound("no such sandbox", sandbox=sandbox_id)
+                if edge in silent:
+                    missing = Unavailable("its node does not answer", sandbox=sandbox_id, reason="silent")
+                results.append(ItemOutcome(id=sandbox_id, error=missing))
+        return results
+
+    # ------------------------------------------------------------------ inside
+    async def _request(
+        self,
+        sandbox: SandboxId,
+        verb: str,
+        message: Any,
+        type_: type[T],
+        *,
+        timeout: float = 30.0,
+        each: float = 10.0,
+        repeat: bool = True,
+        bulk: bool = False,
+    ) -> T:
+        """A request to a sandbox's Edge; with ``repeat``, again while nobody answers."""
+        subject = subjects.sandbox(self._wire.unit, verb, self._wire.caller, sandbox)
+        transport = await self._wire.bulk() if bulk else None
+        if not repeat:
+            return await self._wire.ask(subject, message, type_, timeout=timeout, transport=transport)
+        what = f"the node of sandbox {sandbox}"
+        return await self._wire.ask_again(subject, message, type_, timeout=timeout, each=each, transport=transport, what=what)
+
+    async def _stop_all(self, sandboxes: Sequence[Sandbox]) -> None:
+        """Stop many, a bounded number at a time. Cancelled or failed, the lease drops what is left."""
+        gate = asyncio.Semaphore(STOP_PARALLEL)
+
+        async def one(sandbox: Sandbox) -> None:
+            if sandbox._gone is not None:
+                return
+            async with gate:
+                try:
+                    await sandbox.stop()
+                except DsecError as error:
+                    self._wire.log.warning("client.stop_left_to_lease", sandbox=sandbox.id, error=str(error))
+                    self._leases.drop([sandbox._id])
+
+        try:
+            await asyncio.gather(*(one(sandbox) for sandbox in sandboxes))
+        except asyncio.CancelledError:
+            self._leases.drop([sandbox._id for sandbox in sandboxes if sandbox._gone is None])
+            raise
+
+    def _inbox_of(self, burst: str) -> str:
+        return f"{self._inbox}.{burst}"
+
+    def _on_news(self, msg: Msg) -> None:
+        gathering = self._gatherings.get(msg.subject.rsplit(".", 1)[1])
+        if gathering is not None:
+            gathering.on_news(msg)
+
+    def _retire(self, gathering: Gathering) -> None:
+        """Late answers of a create that ended are still dropped for a while."""
+        asyncio.get_running_loop().call_later(AFTERTHOUGHT, self._gatherings.pop, gathering.burst, None)
+
+    def _reconnected(self) -> None:
+        self._leases.renew_now()
+        for gathering in list(self._gatherings.values()):
+            gathering.reconnected()
+
+    async def _take_up(self) -> None:
+        """A named lease may hold sandboxes of an earlier client: find their Edges and renew there."""
+        replies, silent = await self._wire.everyone("list", Selector(), ListReply, timeout=5.0)
+        if silent:
+            self._wire.log.warning("client.nodes_silent", nodes=silent, verb="list")
+        for reply in replies:
+            mine = [SandboxId.parse(info.id) for info in reply.sandboxes if info.lease == self.lease]
+            if mine:
+                self._leases.claim(mine)
+
+
+class SandboxContext:
+    """A sandbox that lives as long as its block."""
+
+    def __init__(self, client: Client, made_of: SandboxSpec, timeout: float) -> None:
+        self.spec = made_of
+        self._client = client
+        self._timeout = timeout
+        self._sandbox: Sandbox | None = None
+
+    async def __aenter__(self) -> Sandbox:
+        if self._sandbox is not None:
+            raise InvalidRequest("this sandbox was entered before", fix="call client.sandbox() for each block")
+        self._client._wire.guard()
+        self._sandbox = await create_one(self._client, self.spec, self._timeout)
+        return self._sandbox
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> Literal[False]:
+        if self._sandbox is not None:
+            await self._client._stop_all([self._sandbox])
+        return False
+
+
+def _spec_of(image: str | SandboxSpec, options: Options) -> SandboxSpec:
+    if isinstance(image, SandboxSpec):
+        if options:
+            raise wrong("cannot be given beside a whole spec", next(iter(options)), "", "put it into libdsec.spec(…)")
+        return image
+    return spec(image, **options)
+
+
+def _selector(
+    labels: Mapping[str, str] | None, ids: Iterable[str], states: Iterable[str], *, stopped: bool = False, stuck: bool = False
+) -> Selector:
+    chosen = tuple(str(SandboxId.parse(item)) for item in ids)
+    try:
+        wanted = tuple(State(state) for state in states)
+    except ValueError as error:
+        raise wrong(str(error), "states", "", f"use {', '.join(State)}") from error
+    return Selector(labels=labels_map(labels), ids=chosen, states=wanted, stopped=stopped, stuck=stuck)

@@ -1,0 +1,319 @@
+"""One sandbox, as its user holds it. Every call goes straight to the sandbox's Edge; the Scheduler is not in the way."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import random
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+
+from dsec.bus import subjects
+from dsec.bus.messages import (
+    Empty,
+    ExecReply,
+    ExecRequest,
+    InfoReply,
+    InputReply,
+    InputRequest,
+    LogReply,
+    OpsReply,
+    SignalRequest,
+    StopRequest,
+)
+from dsec.errors import DeadlineExceeded, DsecError, InvalidRequest, NotFound, SandboxGone, Unavailable
+from dsec.model import ExecSpec, Exit, LayerRef, OpStatus, SandboxId, SandboxInfo, State
+from libdsec.files import Files
+from libdsec.results import ExecResult
+from libdsec.session import Session
+from libdsec.spec import exec_spec, milliseconds
+from libdsec.wire import FIRST_PAUSE, LONGEST_PAUSE, is_silence, unanswered
+
+if TYPE_CHECKING:
+    from libdsec.client import Client
+    from libdsec.process import Process
+
+T = TypeVar("T")
+
+WAITS = (1.0, 3.0, 10.0)  # seconds of the first long polls of an exec; short at first, so that a lost answer costs little
+GRACE = 30.0  # seconds after an exec's own deadline in which its result may still come
+PATIENCE = 120.0  # seconds of silence that an operation without a deadline bears
+INPUT_PIECE = 128 * 1024
+
+
+def new_op() -> str:
+    return os.urandom(16).hex()
+
+
+class Sandbox:
+    """A handle. Made by `Client.sandbox`, `create`, `burst`, `attach`; it holds nothing itself.
+
+    Once the sandbox has ended every method raises `SandboxGone` whose ``reason`` is the Exit's reason.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        sandbox_id: SandboxId,
+        *,
+        labels: Mapping[str, str] | None = None,
+        layers: tuple[LayerRef, ...] = (),
+        degraded: tuple[str, ...] = (),
+        exec_timeout: float | None = None,
+    ) -> None:
+        self._client = client
+        self._wire = client._wire
+        self._id = sandbox_id
+        self._exec_timeout = exec_timeout  # seconds; 0 = none, None = not known here
+        self._gone: SandboxGone | None = None
+        self.id = str(sandbox_id)
+        self.labels: dict[str, str] = dict(labels or {})
+        self.layers = layers
+        self.degraded = degraded  # what its node does not enforce
+        self.files = Files(self)
+
+    def __repr__(self) -> str:
+        return f"<Sandbox {self.id}>"
+
+    def __reduce__(self) -> NoReturn:
+        raise InvalidRequest("a sandbox's handle cannot be pickled", fix="send sandbox.id and call client.attach(id) in the other process")
+
+    # ------------------------------------------------------------------ commands
+    async def exec(
+        self,
+        cmd: str | Iterable[str],
+        *,
+        timeout: float | None = None,
+        cwd: str | None = None,
+        env: Mapping[str, str] | None = None,
+        user: str | None = None,
+        stdin: bytes | str | None = None,
+        check: bool = False,
+    ) -> ExecResult:
+        """Run a command to its end.
+
+        Args:
+            cmd: a string goes to ``/bin/sh -c``, a list is the argv.
+            timeout: seconds, after which the whole tree of the command is killed (`ExecResult.timed_out`); None = the sandbox's
+                default (600), 0 = no limit.
+            cwd, env, user: in place of, added to, in place of the sandbox's.
+            stdin: what the command reads; without it ``/dev/null``.
+            check: raise `ExecFailed` unless it exits with 0.
+
+        The request survives restarts of the Edge and of the bus: it is repeated under the same operation id. Cancelling kills the
+        command inside the sandbox. A background process that keeps the output open does not hold the result back.
+
+        Raises:
+            InvalidRequest: a NUL byte, an argument above 128 KiB, a wrong directory or user name.
+            NotFound: no such program, directory or user. SandboxGone: it has ended. Unavailable: nobody answered in time.
+        """
+        spec = exec_spec(cmd, timeout=timeout, cwd=cwd, env=env, user=user, stdin=stdin is not None)
+        op = new_op()
+        try:
+            if stdin is None:
+                status = await self._run(op, spec)
+            else:
+                status = await self._run_fed(op, spec, stdin.encode() if isinstance(stdin, str) else bytes(stdin))
+        except asyncio.CancelledError:
+            await self._kill_quietly(op)
+            raise
+        result = ExecResult.of(status)
+        return result.check(cmd if isinstance(cmd, str) else list(cmd)) if check else result
+
+    def start(
+        self,
+        cmd: str | Iterable[str],
+        *,
+        timeout: float | None = 0,
+        cwd: str | None = None,
+        env: Mapping[str, str] | None = None,
+        user: str | None = None,
+        stdin: bool = True,
+        tty: bool = False,
+        rows: int = 24,
+        cols: int = 80,
+    ) -> Process:
+        """A command whose output is followed: ``async with sandbox.start(cmd) as process``. It is killed when the block ends.
+
+        ``timeout`` seconds are its life; 0 (the default) is no limit. ``tty`` gives it a terminal of ``rows`` by ``cols``.
+        """
+        from libdsec.process import Process
+
+        spec = exec_spec(
+            cmd, timeout=timeout, cwd=cwd, env=env, user=user, stdin=stdin, background=True, stream=True, tty=tty, rows=rows, cols=cols
+        )
+        return Process(self, new_op(), spec)
+
+    def process(self, op: str) -> Process:
+        """Take up an operation that was started before (`Process.op`), also by another client; its output comes as far as it is kept."""
+        from libdsec.process import Process
+
+        return Process(self, op, None)
+
+    def session(self, *, cwd: str | None = None, env: Mapping[str, str] | None = None, user: str | None = None) -> Session:
+        """One shell kept open: ``async with sandbox.session() as shell``. Directory, variables and functions persist between runs."""
+        return Session(self, cwd=cwd, env=env, user=user)
+
+    async def ops(self) -> list[OpStatus]:
+        """Operations that the sandbox still remembers, without their output."""
+        return list((await self._request("ops", Empty(), OpsReply)).ops)
+
+    # ------------------------------------------------------------------ life
+    async def stop(self, grace: float = 0.0) -> None:
+        """End it: SIGTERM, ``grace`` seconds, SIGKILL; then everything it held is released. Stopping what has ended is fine."""
+        message = StopRequest(grace_ms=milliseconds(grace, "grace"))
+        try:
+            await self._request("stop", message, Empty, timeout=grace + 60.0, each=grace + 15.0)
+        except (SandboxGone, NotFound):
+            pass
+        self._ended("requested")
+
+    async def pause(self) -> None:
+        """Freeze it; it then holds no reservation. Idempotent. The next request resumes it."""
+        await self._request("pause", Empty(), Empty, timeout=60.0, each=30.0)
+
+    async def resume(self) -> None:
+        """Thaw it. Idempotent."""
+        await self._request("resume", Empty(), Empty, timeout=60.0, each=30.0)
+
+    async def info(self) -> SandboxInfo:
+        """State, resources, usage; for one that has ended, its exit (as long as its Edge remembers it)."""
+        reply = await self._client._request(self._id, "info", Empty(), InfoReply)
+        self.labels = dict(reply.info.labels)
+        return reply.info
+
+    async def wait(self, timeout: float | None = None) -> Exit:
+        """How the sandbox ended, once it has. Raises `DeadlineExceeded` after ``timeout`` seconds."""
+        end = None if timeout is None else asyncio.get_running_loop().time() + timeout
+        pause = 0.05
+        while True:
+            info = await self.info()
+            if info.state is State.STOPPED:
+                return info.exit or Exit(reason="requested")  # type: ignore[arg-type]
+            if end is not None and asyncio.get_running_loop().time() + pause > end:
+                raise DeadlineExceeded(f"still {info.state} after {timeout} s", sandbox=self.id)
+            await asyncio.sleep(pause)
+            pause = min(pause * 1.5, 2.0)
+
+    async def log(self) -> list[str]:
+        """The story of its life, a line an event."""
+        return list((await self._client._request(self._id, "log", Empty(), LogReply)).lines)
+
+    # ------------------------------------------------------------------ inside
+    def _subject(self, verb: str) -> str:
+        return subjects.sandbox(self._wire.unit, verb, self._wire.caller, self._id)
+
+    def _ended(self, reason: str) -> None:
+        if self._gone is None:
+            self._gone = SandboxGone("the sandbox has ended", sandbox=self.id, reason=reason)
+        self._client._leases.release(self._id)
+
+    async def _request(
+        self, verb: str, message: Any, type_: type[T], *, timeout: float = 30.0, each: float = 10.0, repeat: bool = True, bulk: bool = False
+    ) -> T:
+        """A request about this sandbox; remembers when it learns that it has ended."""
+        self._wire.guard()
+        if self._gone is not None:
+            raise SandboxGone(self._gone.message, sandbox=self.id, reason=self._gone.reason)
+        try:
+            return await self._client._request(self._id, verb, message, type_, timeout=timeout, each=each, repeat=repeat, bulk=bulk)
+        except SandboxGone as error:
+            self._ended(error.reason)
+            raise
+
+    async def _run(self, op: str, spec: ExecSpec) -> OpStatus:
+        """Start ``op`` and wait for its end by long polls, whoever restarts in between.
+
+        The spec goes along until somebody answers; afterwards only the id does, so that nothing can be run twice.
+        """
+        loop = asyncio.get_running_loop()
+        limit = self._limit(spec)
+        until = None if limit is None else loop.time() + limit + GRACE
+        heard = loop.time()
+        known = False
+        tries = 0
+        pause = FIRST_PAUSE
+        while True:
+            wait = WAITS[min(tries, len(WAITS) - 1)]
+            request = ExecRequest(op=op, spec=None if known else spec, wait_ms=int(wait * 1000))
+            tries += 1
+            try:
+                reply = await self._request("exec", request, ExecReply, timeout=wait + 3.0, repeat=False)
+            except (Unavailable, DeadlineExceeded) as error:
+                if not is_silence(error):
+                    raise
+                now = loop.time()
+                if now > (until if until is not None else heard + PATIENCE):
+                    raise unanswered(error, f"the node of sandbox {self.id}") from error
+                if error.reason == "disconnected":
+                    tries = 0
+                await asyncio.sleep(pause * random.uniform(0.5, 1.0))
+                pause = min(pause * 2, LONGEST_PAUSE)
+                continue
+            if not reply.status.running:
+                return reply.status
+            known, heard, pause = True, loop.time(), FIRST_PAUSE
+            if until is not None and loop.time() > until:
+                await self._kill_quietly(op)
+                raise DeadlineExceeded("the command is past its time-out and has not ended", sandbox=self.id, reason="exec")
+
+    def _limit(self, spec: ExecSpec) -> float | None:
+        """Seconds that the command may take, None where there is no limit or it is not known here."""
+        if spec.timeout_ms is not None:
+            return spec.timeout_ms / 1000 or None
+        return None if spec.background else self._exec_timeout or None
+
+    async def _run_fed(self, op: str, spec: ExecSpec, data: bytes) -> OpStatus:
+        """As `_run`, while ``data`` is written to stdin. A command that ends without reading it all is not an error."""
+        running = asyncio.ensure_future(self._run(op, spec))
+        feeding = asyncio.ensure_future(self._feed(op, data))
+        try:
+            await asyncio.wait({running, feeding}, return_when=asyncio.FIRST_COMPLETED)
+            if not running.done():
+                await feeding  # its error is the call's error: a command that waits for input would wait for ever
+            return await running
+        finally:
+            for task in (running, feeding):
+                task.cancel()
+            await asyncio.gather(running, feeding, return_exceptions=True)
+
+    async def _feed(self, op: str, data: bytes, offset: int = 0, eof: bool = True) -> int:
+        """Write ``data`` at ``offset`` of the operation's stdin; the new offset. Repeats are harmless."""
+        at, end = offset, offset + len(data)
+        pause = 0.002
+        missing = 0
+        while True:
+            piece = data[at - offset : at - offset + INPUT_PIECE]
+            last = at + len(piece) >= end
+            try:
+                reply = await self._request("input", InputRequest(op=op, offset=at, data=piece, eof=eof and last), InputReply, bulk=True)
+            except NotFound:
+                missing += 1  # the command itself may still be on its way on the other connection
+                if missing > 200:
+                    raise
+                await asyncio.sleep(0.01)
+                continue
+            if reply.accepted >= end and last:
+                return end
+            pause = 0.002 if reply.accepted > at else min(pause * 2, 0.2)
+            if reply.accepted < at + len(piece):
+                await asyncio.sleep(pause)  # its pipe is full
+            at = max(at, min(reply.accepted, end))
+
+    async def _signal(self, op: str, signum: int, tree: bool) -> None:
+        await self._request("signal", SignalRequest(op=op, signal=signum, tree=tree), Empty)
+
+    async def _kill_quietly(self, op: str, timeout: float = 3.0) -> None:
+        """Kill ``op`` while our own task is being cancelled: as soon as possible, and without hiding the cancellation.
+
+        The request to start it may still be on its way, so that "not found" is asked again for a while.
+        """
+        with contextlib.suppress(DsecError, TimeoutError):
+            async with asyncio.timeout(timeout):
+                for pause in (0.02, 0.05, 0.1, 0.2, 0.5, 0.0):
+                    try:
+                        await self._request("signal", SignalRequest(op=op, signal=9, tree=True), Empty, timeout=timeout)
+                        return
+                    except NotFound:
+                        await asyncio.sleep(pause)

@@ -1,0 +1,222 @@
+"""How libdsec speaks: typed requests over the bus, repeated with jitter while nobody answers, and scatter-gather."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, TypeVar
+
+import structlog
+
+from dsec.bus import call, codec, subjects
+from dsec.bus.bus import Bus
+from dsec.bus.messages import ClusterView
+from dsec.bus.subjects import Caller
+from dsec.bus.transport import Msg, Subscription, Transport
+from dsec.errors import DeadlineExceeded, DsecError, InvalidRequest, Unavailable
+
+T = TypeVar("T")
+
+
+class FromEdge(Protocol):
+    """An answer that names the Edge it is from."""
+
+    @property
+    def edge(self) -> str: ...
+
+
+E = TypeVar("E", bound=FromEdge)
+
+SILENCE = 10.0  # seconds that a request whose own time is longer still waits for somebody to be there
+FIRST_PAUSE, LONGEST_PAUSE = 0.05, 1.0
+
+
+class Wire:
+    """A control connection, a bulk connection made when it is first needed, and who we are.
+
+    Belongs to the loop and the process that opened it; `guard` says so clearly when it is used elsewhere.
+    """
+
+    def __init__(self, url: str, options: Mapping[str, Any], unit: str, caller: Caller) -> None:
+        self.url = url
+        self.options = dict(options)
+        self.unit = unit
+        self.caller = caller
+        self.log = structlog.get_logger("libdsec")
+        self.on_reconnect: list[Callable[[], None]] = []
+        self._transport: Transport | None = None
+        self._bus: Bus | None = None
+        self._bulk: Transport | None = None
+        self._opening: asyncio.Lock | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._pid = 0
+        self._closed = False
+
+    # ------------------------------------------------------------------ connection
+    async def open(self) -> None:
+        if self._transport is not None:
+            raise InvalidRequest("this client is open already", fix="use one `async with libdsec.connect(…)` a client")
+        self._loop, self._pid, self._closed = asyncio.get_running_loop(), os.getpid(), False
+        self._opening = asyncio.Lock()
+        self._bus = await Bus.connect(self.url, unit=self.unit, **self.options)
+        self._transport = self._bus.transport
+        self._transport.events.listeners.append(self._on_event)
+
+    async def close(self, timeout: float = 5.0) -> None:
+        self._closed = True
+        transports, self._transport, self._bulk = [self._bulk, self._transport], None, None
+        for transport in transports:
+            if transport is not None:
+                await transport.close(timeout)
+
+    @property
+    def closed(self) -> bool:
+        return self._closed or self._transport is None
+
+    def _on_event(self, what: str, _detail: str) -> None:
+        if what == "reconnected":
+            for listener in list(self.on_reconnect):
+                listener()
+
+    def guard(self) -> Transport:
+        """The control connection; raises `InvalidRequest` that names the fix when this is not its process or its loop."""
+        if self._pid and self._pid != os.getpid():
+            fix = "call libdsec.connect() again in the new process; attach(id) takes sandboxes up there"
+            raise InvalidRequest("this client was opened before a fork", fix=fix)
+        if self._transport is None:
+            state = "closed" if self._closed else "not open"
+            raise InvalidRequest(f"this client is {state}", fix="use it inside `async with libdsec.connect(…) as client`")
+        try:
+            running = asyncio.get_running_loop()
+        except RuntimeError:
+            running = None
+        if running is not self._loop:
+            raise InvalidRequest(
+                "this client belongs to another event loop",
+                fix="connect() once in each loop, or use libdsec.blocking from plain threads",
+            )
+        return self._transport
+
+    @property
+    def bus(self) -> Bus:
+        """The control connection, as dsec.bus speaks of it."""
+        self.guard()
+        assert self._bus is not None
+        return self._bus
+
+    async def bulk(self) -> Transport:
+        """The connection for output and files, so that they never delay control."""
+        self.guard()
+        assert self._opening is not None
+        async with self._opening:
+            if self._bulk is None:
+                self._bulk = (await Bus.connect(self.url, unit=self.unit, bulk=True, **self.options)).transport
+                self._bulk.events.listeners.append(self._on_event)
+            return self._bulk
+
+    # ------------------------------------------------------------------ requests
+    async def ask(self, subject: str, message: Any, type_: type[T], *, timeout: float, transport: Transport | None = None) -> T:
+        """One request, one answer. Raises what the peer raised, `Unavailable` or `DeadlineExceeded`."""
+        return await call.call(transport or self.guard(), subject, message, type_, timeout=timeout)
+
+    async def ask_again(
+        self,
+        subject: str,
+        message: Any,
+        type_: type[T],
+        *,
+        timeout: float,
+        each: float = 5.0,
+        silence: float | None = None,
+        transport: Transport | None = None,
+        what: str = "",
+    ) -> T:
+        """`ask`, repeated with jitter while nobody answers. Only for requests that may be repeated.
+
+        Args:
+            timeout: seconds for all attempts together.
+            each: seconds for one attempt.
+            silence: seconds without any answer after which `Unavailable` is raised; None = `timeout`.
+            what: what does not answer, for the error's text.
+        """
+        loop = asyncio.get_running_loop()
+        end = loop.time() + min(timeout, timeout if silence is None else silence)
+        pause = FIRST_PAUSE
+        while True:
+            left = end - loop.time()
+            try:
+                return await self.ask(subject, message, type_, timeout=max(0.05, min(each, left)), transport=transport)
+            except (Unavailable, DeadlineExceeded) as error:
+                if not is_silence(error):
+                    raise
+                if loop.time() + pause >= end:
+                    raise unanswered(error, what) from error
+            await asyncio.sleep(pause * random.uniform(0.5, 1.0))
+            pause = min(pause * 2, LONGEST_PAUSE)
+
+    def post(self, subject: str, message: Any, *, transport: Transport | None = None) -> None:
+        (transport or self.guard()).post(subject, codec.encode(message))
+
+    async def listen(self, subject: str, callback: Callable[[Msg], None], *, transport: Transport | None = None) -> Subscription:
+        return await (transport or self.guard()).subscribe_raw(subject, callback)
+
+    async def view(self, timeout: float = 1.5) -> ClusterView | None:
+        """The Watcher's next view of the cluster; None when none came in time."""
+        loop = asyncio.get_running_loop()
+        first: asyncio.Future[ClusterView] = loop.create_future()
+
+        def on_view(msg: Msg) -> None:
+            if not first.done():
+                try:
+                    first.set_result(codec.decode(msg.data, ClusterView))
+                except DsecError as error:
+                    first.set_exception(error)
+
+        subscription = await self.listen(subjects.view(self.unit), on_view)
+        try:
+            return await asyncio.wait_for(first, timeout)
+        except TimeoutError:
+            return None
+        finally:
+            await subscription.unsubscribe()
+
+    async def everyone(self, verb: str, message: Any, type_: type[E], *, timeout: float) -> tuple[list[E], list[str]]:
+        """Every Edge's answer, and the names of those that the Watcher knows and that stayed silent for ``timeout`` seconds.
+
+        Raises the first error when nobody answered with anything else.
+        """
+        view = await self.view()
+        known = {node.edge for node in view.nodes} - set(view.lost) if view is not None else None
+        if known is not None and not known:
+            return [], []
+        heard: set[str] = set()
+
+        def complete(answer: E) -> bool:
+            heard.add(answer.edge)
+            return known is not None and heard >= known
+
+        subject = subjects.everyone(self.unit, verb, self.caller)
+        # Without a Watcher nobody knows how many there are: two seconds are enough for those that are well.
+        answers, errors = await call.scatter(
+            self.guard(), subject, message, type_, timeout=timeout if known is not None else min(timeout, 2.0), expect=complete
+        )
+        if errors and not answers:
+            raise errors[0]
+        return answers, sorted((known or set()) - heard)
+
+
+def is_silence(error: DsecError) -> bool:
+    """Whether nobody answered, as opposed to somebody who answered with an error."""
+    if isinstance(error, DeadlineExceeded):
+        return error.field == "subject" or error.reason == "flush"
+    return error.reason in ("no_responders", "disconnected")
+
+
+def unanswered(error: DsecError, what: str) -> Unavailable:
+    who = what or "the service"
+    if error.reason == "disconnected":
+        return Unavailable(f"{who} cannot be reached: no connection to nats-server", reason="disconnected", fix="see that nats-server runs")
+    fix = "see that the cluster runs: `dsec node ls`, or start one with `dsec up`"
+    return Unavailable(f"{who} does not answer", reason=error.reason or "silent", fix=fix)
