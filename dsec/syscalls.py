@@ -203,7 +203,9 @@ def move_mount(fd: int, target: str, dirfd: int = AT_FDCWD) -> None:
     _syscall("move_mount", fd, b"", dirfd, _bytes(target), flags, subject=target)
 
 
-def mount_setattr(fd: int, *, attr_set: int = 0, attr_clr: int = 0, propagation: int = 0, userns_fd: int = -1, recursive: bool = False) -> None:
+def mount_setattr(
+    fd: int, *, attr_set: int = 0, attr_clr: int = 0, propagation: int = 0, userns_fd: int = -1, recursive: bool = False
+) -> None:
     """Change a mount given by descriptor. A ``userns_fd`` makes it idmapped: only while it is detached, and only once."""
     if userns_fd >= 0:
         attr_set |= MOUNT_ATTR_IDMAP

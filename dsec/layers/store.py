@@ -173,6 +173,10 @@ class LayerStore:
         """Every layer with its names, newest first."""
         return await asyncio.to_thread(self._list)
 
+    async def check(self, name: str) -> LayerInfo:
+        """That the content is there with its recorded size (no hashing). Raises `NotFound`, `NodeError`."""
+        return await asyncio.to_thread(lambda: self._checked(self.lookup(name).digest))
+
     async def verify(self, name: str) -> LayerInfo:
         """Hash the content again. Raises `NodeError` when it is not what its name says."""
         return await asyncio.to_thread(self._verify, name)
