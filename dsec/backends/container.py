@@ -1,0 +1,550 @@
+"""Sandboxes as containers: our overlay as root, our cgroups, an OCI runtime (crun, or runc) in between, Aether as PID 1.
+
+Everything that a sandbox holds derives from its ulid: ``<state>/sandboxes/<ulid>/``, its socket, its cgroups, its place in the
+holder. So an Edge that restarts, with or without its holder, finds all of it by name. Mounts live only in the sandbox's own
+mount namespace. One door out: `ContainerInstance.stop` and the undoing of a failed launch are the same function.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import functools
+import hashlib
+import json
+import os
+import shutil
+import socket
+import time
+from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import msgspec
+
+from dsec import syscalls
+from dsec.backends.base import Capabilities, GuestLink, LaunchPlan, Undone
+from dsec.backends.holder_client import HolderClient
+from dsec.backends.plan import Node, memory_bytes
+from dsec.backends.render import GUEST_PATH, render
+from dsec.errors import DsecError, NodeError, Unavailable, Unsupported
+from dsec.layers.mounts import LayerMount
+from dsec.model import Exit, ExitReason, Usage
+from dsec.qos.cgroup import Cgroups, Limits, detect
+from dsec.security import seccomp
+
+T = TypeVar("T")
+
+EXIT_TIMEOUT = 10.0  # seconds from SIGKILL until the kernel has taken the sandbox apart
+READY_TIMEOUT = 15.0
+MAX_SOCKET_PATH = 107
+_RUNTIMES = ("crun", "runc")
+
+
+class Layers(Protocol):
+    """What the backend asks of the layer store."""
+
+    async def mount_plan(self, digest: str) -> LayerMount: ...
+
+
+class Options(msgspec.Struct, frozen=True, kw_only=True):
+    """How the backend is set up. ``generation`` grows with each start of the Edge: the newest owns the guests' links."""
+
+    edge: str
+    state_dir: str
+    generation: int
+    runtime: str = "auto"  # auto | crun | runc | a path
+    cgroup_root: str = ""  # "" = dsec
+    userns: bool = True
+    launcher: str = ""  # paths of the static programs; "" = the package's own, built when absent
+    guest: str = ""
+    holder_linger: float = 30.0
+
+
+class ContainerInstance:
+    """One running container."""
+
+    def __init__(self, backend: ContainerBackend, plan: LaunchPlan, pid: int, link: GuestLink) -> None:
+        self.id = plan.id
+        self.plan = plan
+        self.pid = pid
+        self.link = link
+        self._backend = backend
+        self._gone: asyncio.Future[Exit] = asyncio.get_running_loop().create_future()
+        self._released = False
+
+    @property
+    def cgroup(self) -> str:
+        return self.plan.cgroup
+
+    @property
+    def netns(self) -> str:
+        """A path that names the network namespace while the sandbox lives."""
+        return f"/proc/{self.pid}/ns/net"
+
+    async def wait(self) -> Exit:
+        return await asyncio.shield(self._gone)
+
+    async def pause(self) -> None:
+        await self._backend.freeze(self.plan.ulid, True)
+
+    async def resume(self) -> None:
+        await self._backend.freeze(self.plan.ulid, False)
+
+    async def usage(self) -> Usage:
+        return await self._backend.usage(self.plan)
+
+    async def stop(self, grace: float = 0.0) -> None:
+        if self._released:
+            return
+        if grace > 0 and not self._gone.done():
+            await self._backend.terminate(self.plan.ulid)
+            await asyncio.wait([self._gone], timeout=grace)
+        await self._backend.release(self.plan.ulid)
+        self._released = True
+        if not self._gone.done():
+            self._gone.set_result(Exit(reason=ExitReason.REQUESTED, wall_ts=time.time()))
+
+    def ended(self, exit: Exit) -> None:
+        if not self._gone.done():
+            self._gone.set_result(exit)
+
+
+class ContainerBackend:
+    """Implements `dsec.backends.base.Backend`. ``node`` (for `make_plan`) is known once `open` has returned."""
+
+    def __init__(self, options: Options, layers: Layers) -> None:
+        self.options = options
+        self.layers = layers
+        self.capabilities = Capabilities(name="container")
+        self.node: Node
+        state = options.state_dir
+        self._sandboxes = f"{state}/sandboxes"
+        self._run = _socket_dir(state)
+        self._holder = HolderClient(f"{self._run}/holder", on_exit=self._on_exit, on_lost=self._on_lost)
+        self._instances: dict[str, ContainerInstance] = {}
+        self._launching: set[str] = set()
+        self._exited: dict[str, asyncio.Event] = {}
+        self._mounted: dict[str, asyncio.Task[None]] = {}
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._makers = ThreadPoolExecutor(2, "dsec-launch")
+        self._breakers = ThreadPoolExecutor(4, "dsec-release")
+        self._holder_lock = asyncio.Lock()
+        self._closed = False
+        self._runtime = ""
+        self._root = self._prefix = ""
+        self._by_paths = syscalls.disabled("overlay_fd")
+
+    # --- the node --------------------------------------------------------------------------------------------------
+
+    async def open(self) -> None:
+        opts = self.options
+        self._runtime = _find_runtime(opts.runtime)
+        root = opts.cgroup_root or "dsec"
+        self._cgroups = Cgroups(f"{root}/{opts.edge}", await asyncio.to_thread(detect))
+        await asyncio.to_thread(self._make_directories)
+        await asyncio.to_thread(self._cgroups.open)
+        self._launcher, self._guest = await asyncio.to_thread(_programs, opts)
+        await self._ensure_holder()
+        missing: dict[str, str] = {"snapshot": "not built yet", "fork": "not built yet", "pack_diff": "not built yet"}
+        userns, why = opts.userns, "switched off in the configuration"
+        if userns and syscalls.disabled("userns"):
+            userns, why = False, "disabled by DSEC_DISABLE"
+        if userns:
+            why = await asyncio.to_thread(_userns_trouble)
+            userns = not why
+        if not userns:
+            missing["userns"] = why
+        self.node = Node(
+            edge=opts.edge, state_dir=opts.state_dir, cgroup_root=root, userns=userns, userns_missing=why, seccomp=seccomp.available()
+        )
+        self.capabilities = Capabilities(name="container", pause=True, tty=True, userns=userns, disk_limit=True, missing=missing)
+
+    def _make_directories(self) -> None:
+        for path in (self.options.state_dir, self._sandboxes, self._run):
+            os.makedirs(path, mode=0o700, exist_ok=True)
+
+    async def _ensure_holder(self) -> None:
+        async with self._holder_lock:
+            if self._holder.connected:
+                return
+            self._mounted.clear()
+            await self._holder.start(
+                guest=self._guest,
+                launcher=self._launcher,
+                log=f"{self.options.state_dir}/holder.log",
+                keep=(self.options.state_dir, self._run, self._runtime),
+                linger=self.options.holder_linger,
+            )
+            hello = await self._holder.request("hello")
+            self._root, self._prefix = hello["root"], hello["prefix"]
+
+    async def close(self) -> None:
+        self._closed = True
+        for instance in self._instances.values():
+            await instance.link.close()
+        if self._tasks:
+            await asyncio.wait(list(self._tasks))
+        self._holder.close()
+        self._makers.shutdown(wait=False)
+        self._breakers.shutdown(wait=False)
+
+    async def shutdown(self) -> None:
+        """Close and end the holder too; refused by it while sandboxes live. Removes the Edge's cgroups where they are empty."""
+        with contextlib.suppress(Unavailable):
+            if self._holder.connected:
+                await self._holder.request("quit")
+        await self.close()
+        await asyncio.to_thread(self._cgroups.close)
+
+    # --- launch ----------------------------------------------------------------------------------------------------
+
+    async def prepare(self, plan: LaunchPlan) -> None:
+        await self._ensure_holder()
+        for layer in plan.lowers:
+            await self._mount_layer(layer.digest)
+
+    async def _mount_layer(self, digest: str) -> None:
+        """Once a layer, however many ask at the same time."""
+        task = self._mounted.get(digest)
+        if task is None or (task.done() and (task.cancelled() or task.exception() is not None)):
+            task = self._mounted[digest] = self._spawn(self._mount_once(digest))
+        await asyncio.shield(task)
+
+    async def _mount_once(self, digest: str) -> None:
+        mount = await self.layers.mount_plan(digest)
+        await self._holder.request("layer", key=digest, mount=msgspec.to_builtins(mount))
+
+    async def launch(self, plan: LaunchPlan) -> ContainerInstance:
+        if plan.ulid in self._launching or plan.ulid in self._instances:
+            raise Undone(f"{plan.ulid} is here already", sandbox=plan.id, retryable=False)
+        self._launching.add(plan.ulid)
+        steps = self._spawn(self._launch(plan))
+        try:
+            return await asyncio.shield(steps)
+        except asyncio.CancelledError:
+            # The steps run on; killing what they started makes them end soon. The cancel is passed on when nothing is left.
+            undo = self._spawn(self._abandon(plan, steps))
+            await _through_cancels(undo)
+            raise
+
+    async def _abandon(self, plan: LaunchPlan, steps: asyncio.Task[ContainerInstance]) -> None:
+        while not steps.done():
+            with contextlib.suppress(NodeError, Unavailable):
+                await self._holder.request("kill", ulid=plan.ulid)
+            await asyncio.wait([steps], timeout=0.05)
+        if not steps.cancelled() and steps.exception() is None:
+            await steps.result().stop()
+
+    async def _launch(self, plan: LaunchPlan) -> ContainerInstance:
+        try:
+            await self.prepare(plan)
+            self._exited[plan.ulid] = asyncio.Event()
+            try:
+                listener, procs = await self._in(self._makers, self._make, plan)
+                try:
+                    pid = (await self._start(plan, listener, procs))["pid"]
+                finally:
+                    listener.close()
+                instance = self._instance(plan, pid)
+                await self._answers(instance)
+                return instance
+            except BaseException as error:
+                self._instances.pop(plan.ulid, None)
+                detail = await self._in(self._breakers, self._runtime_log, plan) if not isinstance(error, asyncio.CancelledError) else ""
+                await self.release(plan.ulid)
+                if isinstance(error, Exception):
+                    raise Undone(f"launch failed: {error}{detail}", sandbox=plan.id, reason=getattr(error, "reason", "")) from error
+                raise
+        finally:
+            self._launching.discard(plan.ulid)
+
+    async def _start(self, plan: LaunchPlan, listener: socket.socket, procs: tuple[str, ...]) -> dict[str, Any]:
+        box = plan.state_dir
+        argv = [*self._upper(plan)]
+        if plan.idmap is not None:
+            argv += ["-u", f"{plan.idmap.base}:{plan.idmap.count}"]
+        if self._by_paths:
+            argv += ["-p", self._prefix]
+        for path in procs:
+            argv += ["-g", path]
+        argv += ["--", self._runtime, "--root", f"{box}/runtime", "--log", f"{box}/runtime.log"]
+        if os.path.basename(self._runtime) == "crun":
+            argv += ["--cgroup-manager", "disabled"]
+        argv += ["run", "--detach", "--preserve-fds", "1", "--pid-file", f"{box}/pid", "--bundle", box, plan.ulid]
+        return await self._holder.request(
+            "launch",
+            fds=(listener.fileno(),),
+            ulid=plan.ulid,
+            lowers=[layer.digest for layer in plan.lowers],
+            argv=argv,
+            env={"PATH": os.environ.get("PATH", "/usr/sbin:/usr/bin:/sbin:/bin")},
+            pidfile=f"{box}/pid",
+        )
+
+    def _upper(self, plan: LaunchPlan) -> tuple[str, str]:
+        if plan.disk_mode == "tmpfs":
+            return "-t", f"{plan.resources.disk}:{plan.resources.inodes}"
+        return "-d", f"{plan.state_dir}/disk"
+
+    def _make(self, plan: LaunchPlan) -> tuple[socket.socket, tuple[str, ...]]:
+        """Everything on disk and in cgroupfs that the launch needs (in a thread). The listening socket is left in no tree."""
+        box = plan.state_dir
+        os.makedirs(box, mode=0o700, exist_ok=True)
+        if plan.disk_mode == "dir":
+            os.makedirs(f"{box}/disk", mode=0o700, exist_ok=True)
+        profile = seccomp.profile(plan.seccomp) if plan.seccomp else None
+        is_crun = os.path.basename(self._runtime) == "crun"
+        config = render(
+            plan,
+            root=self._root,
+            args=(GUEST_PATH, "--fd", "3", *(("--user", plan.user) if plan.user else ()), "--workdir", plan.workdir or "/"),
+            seccomp_blob=seccomp.compiled(profile) if profile is not None and is_crun else b"",
+            seccomp_oci=seccomp.to_oci(profile) if profile is not None and not is_crun else None,
+        )
+        with open(f"{box}/config.json", "w") as file:
+            json.dump(config, file)
+        procs = self._cgroups.create(
+            plan.ulid, Limits(memory=memory_bytes(plan), cpus=plan.resources.cpus, pids=plan.resources.pids)
+        )
+        path = self.socket_path(plan.ulid)
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        try:
+            listener.bind(path)
+            os.chmod(path, 0o600)
+            listener.listen(64)
+        except BaseException:
+            listener.close()
+            raise
+        return listener, procs
+
+    def socket_path(self, ulid: str) -> str:
+        """Where the sandbox's Aether listens."""
+        return f"{self._run}/{ulid}"
+
+    def _instance(self, plan: LaunchPlan, pid: int) -> ContainerInstance:
+        from dsec.backends.guest.link import Link
+
+        link = Link(self.socket_path(plan.ulid), generation=self.options.generation, expect_pid=pid)
+        instance = ContainerInstance(self, plan, pid, link)
+        self._instances[plan.ulid] = instance
+        return instance
+
+    async def _answers(self, instance: ContainerInstance) -> None:
+        """Until Aether answers, or its sandbox ends, or `READY_TIMEOUT`."""
+        asked = asyncio.ensure_future(instance.link.ops())
+        gone = asyncio.ensure_future(instance.wait())
+        try:
+            done, _ = await asyncio.wait((asked, gone), timeout=READY_TIMEOUT, return_when=asyncio.FIRST_COMPLETED)
+            if asked in done:
+                asked.result()
+            elif gone in done:
+                raise NodeError(f"the sandbox ended before it answered: {gone.result().detail}", reason="guest")
+            else:
+                raise NodeError(f"the guest did not answer within {READY_TIMEOUT} s", reason="guest")
+        finally:
+            asked.cancel()
+            gone.cancel()
+            await asyncio.gather(asked, gone, return_exceptions=True)
+
+    def _runtime_log(self, plan: LaunchPlan) -> str:
+        with contextlib.suppress(OSError):
+            text = Path(f"{plan.state_dir}/runtime.log").read_text(errors="replace").strip()
+            return f": {text[-500:]}" if text else ""
+        return ""
+
+    # --- life ------------------------------------------------------------------------------------------------------
+
+    async def freeze(self, ulid: str, on: bool) -> None:
+        try:
+            await self._in(self._breakers, self._cgroups.freeze, ulid, on)
+        except OSError as error:
+            raise Undone(f"freezer: {error}", sandbox=ulid) from error
+        except NodeError as error:
+            raise Undone(error.message, sandbox=ulid) from error
+
+    async def usage(self, plan: LaunchPlan) -> Usage:
+        try:
+            used = await self._in(self._breakers, self._cgroups.usage, plan.ulid)
+        except OSError:
+            return Usage()
+        return Usage(cpu_ms=used.cpu_ms, memory=used.memory, memory_peak=used.memory_peak, pids=used.pids, oom_kills=used.oom_kills)
+
+    async def terminate(self, ulid: str) -> None:
+        """SIGTERM to the init."""
+        with contextlib.suppress(NodeError, Unavailable):
+            await self._holder.request("signal", ulid=ulid, signal=15)
+
+    async def release(self, ulid: str) -> None:
+        """Kill what lives and free everything; the one door out. Idempotent. Raises `NodeError` while something is still there."""
+        await self._ensure_holder()
+        event = self._exited.setdefault(ulid, asyncio.Event())
+        await self._in(self._breakers, self._cgroups.kill, ulid)
+        if (await self._holder.request("kill", ulid=ulid))["live"]:
+            try:
+                await asyncio.wait_for(event.wait(), EXIT_TIMEOUT)
+            except TimeoutError as error:
+                raise NodeError(f"the sandbox did not end within {EXIT_TIMEOUT} s of SIGKILL", sandbox=ulid, reason="kill") from error
+        instance = self._instances.pop(ulid, None)
+        if instance is not None:
+            await instance.link.close()
+        await self._in(self._breakers, self._remove, ulid)
+        await self._holder.request("forget", ulids=[ulid])
+        self._exited.pop(ulid, None)
+
+    def _remove(self, ulid: str) -> None:
+        """Cgroups, socket and directory (in a thread)."""
+        end = time.monotonic() + EXIT_TIMEOUT
+        while self._cgroups.kill(ulid):  # what a killed runtime left behind, or what outlived an unknown init
+            if time.monotonic() > end:
+                raise NodeError("processes are still in the sandbox's cgroup", sandbox=ulid, reason="cgroup")
+            time.sleep(0.002)
+        self._cgroups.destroy(ulid)
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self.socket_path(ulid))
+        box = f"{self._sandboxes}/{ulid}"
+        try:
+            shutil.rmtree(box)
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            raise NodeError(f"cannot remove {box}: {error}", sandbox=ulid, reason="disk") from error
+
+    def _on_exit(self, ulid: str, status: dict[str, Any]) -> None:
+        instance = self._instances.get(ulid)
+        if instance is not None:
+            self._spawn(self._tell(instance, status))
+        if (event := self._exited.get(ulid)) is not None:
+            event.set()
+
+    async def _tell(self, instance: ContainerInstance, status: dict[str, Any]) -> None:
+        instance.ended(await self._in(self._breakers, self._exit, instance.plan.ulid, status))
+
+    def _exit(self, ulid: str, status: dict[str, Any]) -> Exit:
+        code, signum, wall = status.get("code"), status.get("signal"), status.get("wall", 0.0)
+        if signum == 9 and self._cgroups.oom_kills(ulid):
+            return Exit(reason=ExitReason.OOM, detail="its memory limit was reached", signal=signum, wall_ts=wall)
+        if code is None and signum is None:
+            return Exit(reason=ExitReason.BROKEN, detail="it ended while no holder watched it", wall_ts=wall)
+        return Exit(reason=ExitReason.EXITED, detail="its init ended", exit_code=code, signal=signum, wall_ts=wall)
+
+    # --- after a restart -------------------------------------------------------------------------------------------
+
+    async def adopt(self, plan: LaunchPlan) -> ContainerInstance | None:
+        await self._ensure_holder()
+        known = (await self._holder.request("find", ulid=plan.ulid))["found"]
+        pid = known if isinstance(known, int) else 0
+        if known is None:
+            pid = await self._in(self._breakers, self._find_init, plan)
+            if pid:
+                try:
+                    await self._holder.request("adopt", ulid=plan.ulid, pid=pid)
+                except NodeError:  # it ended in between
+                    pid = 0
+        if not pid:
+            return None
+        self._exited.setdefault(plan.ulid, asyncio.Event())
+        return self._instance(plan, pid)
+
+    async def last_exit(self, ulid: str) -> Exit | None:
+        """How a sandbox ended that `adopt` found dead, where the holder saw it."""
+        known = (await self._holder.request("find", ulid=ulid))["found"]
+        return self._exit(ulid, known) if isinstance(known, dict) else None
+
+    def _find_init(self, plan: LaunchPlan) -> int:
+        """The process of the sandbox's group that is number 1 in its pid namespace; 0 when there is none."""
+        for pid in self._cgroups.pids(plan.ulid):
+            with contextlib.suppress(OSError), open(f"/proc/{pid}/status") as file:
+                for line in file:
+                    if line.startswith("NSpid:"):
+                        numbers = line.split()[1:]
+                        if len(numbers) > 1 and numbers[-1] == "1":
+                            return pid
+        return 0
+
+    async def reap(self, known: frozenset[str]) -> tuple[str, ...]:
+        await self._ensure_holder()
+        found = set(await self._holder.listing())
+        found |= await self._in(self._breakers, self._cgroups.names)
+        found |= set(await self._in(self._breakers, os.listdir, self._sandboxes))
+        strays = sorted(found - known - self._launching - self._instances.keys())
+        results = await asyncio.gather(*(self.release(ulid) for ulid in strays), return_exceptions=True)
+        for result in results:
+            if isinstance(result, BaseException) and not isinstance(result, DsecError):
+                raise result
+        return tuple(ulid for ulid, result in zip(strays, results, strict=True) if result is None)
+
+    def _on_lost(self) -> None:
+        if not self._closed:
+            self._spawn(self._recover())
+
+    async def _recover(self) -> None:
+        """The holder died under us: start another and let it watch what lives."""
+        await self._ensure_holder()
+        for ulid, instance in list(self._instances.items()):
+            pid = await self._in(self._breakers, self._find_init, instance.plan)
+            try:
+                if pid != instance.pid:
+                    raise NodeError("it ended")
+                await self._holder.request("adopt", ulid=ulid, pid=pid)
+            except NodeError:
+                self._on_exit(ulid, {"wall": time.time()})
+
+    # --- helpers ---------------------------------------------------------------------------------------------------
+
+    async def _in(self, pool: ThreadPoolExecutor, function: Callable[..., T], *args: Any) -> T:
+        return await asyncio.get_running_loop().run_in_executor(pool, functools.partial(function, *args))
+
+    def _spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+
+async def _through_cancels(task: asyncio.Task[None]) -> None:
+    """Wait for ``task`` even when the waiter is cancelled again."""
+    while not task.done():
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.wait([task])
+
+
+def _socket_dir(state_dir: str) -> str:
+    """``<state>/run``, or a short name in /run where a socket's path would be longer than the kernel's 107 bytes."""
+    path = f"{state_dir}/run"
+    if len(os.fsencode(path)) + 1 + 26 <= MAX_SOCKET_PATH:
+        return path
+    return f"/run/dsec-{hashlib.sha256(os.fsencode(state_dir)).hexdigest()[:16]}"
+
+
+def _find_runtime(name: str) -> str:
+    candidates = _RUNTIMES if name == "auto" else (name,)
+    path = next((found for candidate in candidates if (found := shutil.which(candidate))), None)
+    if path is None:
+        raise Unsupported(
+            f"no OCI runtime ({' or '.join(candidates)}) on this node", field="container.runtime", value=name, fix="apt install crun", reason="runtime"
+        )
+    return path
+
+
+def _programs(options: Options) -> tuple[str, str]:
+    """Launcher and guest binaries, built when they are not there."""
+    from dsec.backends.guest import build
+
+    if options.launcher and options.guest:
+        return options.launcher, options.guest
+    return options.launcher or str(build.ensure(program="launcher")), options.guest or str(build.ensure())
+
+
+def _userns_trouble() -> str:
+    """Why user namespaces cannot be made here; empty when they can."""
+    try:
+        fd = syscalls.make_userns(100_000)
+    except OSError as error:
+        return f"user namespaces: {os.strerror(error.errno or errno.EIO)}"
+    os.close(fd)
+    return ""

@@ -1,0 +1,185 @@
+"""The Edge's side of the holder: starts it, talks to it, hears of deaths."""
+
+from __future__ import annotations
+
+import array
+import asyncio
+import contextlib
+import itertools
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from dsec.errors import NodeError, Unavailable
+
+START_TIMEOUT = 20.0
+MAX_MESSAGE = 128 * 1024
+_POLL = 0.01
+
+
+class HolderClient:
+    """One connection. ``on_exit(ulid, status)`` is called for each sandbox that ends, ``on_lost()`` when the holder is gone."""
+
+    def __init__(self, path: str, *, on_exit: Callable[[str, dict[str, Any]], None], on_lost: Callable[[], None]) -> None:
+        self.path = path
+        self._on_exit = on_exit
+        self._on_lost = on_lost
+        self._sock: socket.socket | None = None
+        self._numbers = itertools.count(1)
+        self._waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self._outbox: list[tuple[bytes, tuple[int, ...]]] = []
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    @property
+    def connected(self) -> bool:
+        return self._sock is not None
+
+    async def connect(self) -> bool:
+        """True when a holder serves the socket."""
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
+        try:
+            sock.connect(self.path)
+        except (FileNotFoundError, ConnectionRefusedError, BlockingIOError):
+            sock.close()
+            return False
+        except OSError as error:
+            sock.close()
+            raise NodeError(f"holder at {self.path}: {error}", reason="holder") from error
+        self._sock = sock
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(sock.fileno(), self._readable)
+        return True
+
+    async def start(self, *, guest: str, launcher: str, log: str, keep: Sequence[str] = (), linger: float = 30.0) -> None:
+        """Connect to the holder, after starting one where none serves. It gets a session of its own and outlives this process."""
+        if await self.connect():
+            return
+        argv = [sys.executable, "-m", "dsec.backends.holder", "--socket", self.path, "--guest", guest, "--launcher", launcher]
+        argv += [f"--linger={linger}", *(f"--keep={path}" for path in keep)]
+        process = await asyncio.to_thread(_spawn, argv, log)
+        end = asyncio.get_running_loop().time() + START_TIMEOUT
+        while not await self.connect():
+            if (code := process.poll()) is not None and code != 3:  # 3: another one was faster
+                text = await asyncio.to_thread(_tail, log)
+                raise NodeError(f"the holder ended with {code}: {text}", reason="holder")
+            if asyncio.get_running_loop().time() > end:
+                process.kill()
+                raise NodeError(f"the holder did not serve within {START_TIMEOUT} s", reason="holder")
+            await asyncio.sleep(_POLL)
+
+    async def request(self, op: str, fds: Sequence[int] = (), **fields: Any) -> dict[str, Any]:
+        """Ask and wait for the answer. Raises `NodeError` with the holder's words, `Unavailable` when it is gone.
+
+        ``fds`` must stay open until this returns.
+        """
+        if self._sock is None or self._loop is None:
+            raise Unavailable("the holder is not there", reason="holder")
+        number = next(self._numbers)
+        future: asyncio.Future[dict[str, Any]] = self._loop.create_future()
+        self._waiting[number] = future
+        try:
+            self._send(json.dumps({"id": number, "op": op, **fields}).encode(), tuple(fds))
+            answer = await future
+        finally:
+            self._waiting.pop(number, None)
+        if "error" in answer:
+            raise NodeError(str(answer["error"]), reason="holder")
+        ok: dict[str, Any] = answer["ok"]
+        return ok
+
+    async def listing(self) -> dict[str, Any]:
+        """Every sandbox that the holder knows: pid of its init (0 while it is launched), or a dict that says how it ended."""
+        found: dict[str, Any] = {}
+        after = ""
+        while page := (await self.request("list", after=after))["page"]:
+            found |= page
+            after = max(page)
+        return found
+
+    def close(self) -> None:
+        """Let go; the holder stays."""
+        if self._sock is not None and self._loop is not None:
+            self._loop.remove_reader(self._sock.fileno())
+            self._loop.remove_writer(self._sock.fileno())
+            self._sock.close()
+            self._sock = None
+            for future in self._waiting.values():
+                if not future.done():
+                    future.set_exception(Unavailable("the holder is gone", reason="holder"))
+
+    def _send(self, data: bytes, fds: tuple[int, ...]) -> None:
+        if self._outbox or not self._try_send(data, fds):
+            # The kernel's queue is full: the copies keep the descriptors alive until it is this message's turn.
+            self._outbox.append((data, tuple(os.dup(fd) for fd in fds)))
+            assert self._sock is not None and self._loop is not None
+            self._loop.add_writer(self._sock.fileno(), self._writable)
+
+    def _try_send(self, data: bytes, fds: tuple[int, ...]) -> bool:
+        assert self._sock is not None
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
+        try:
+            self._sock.sendmsg([data], rights)
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            raise Unavailable(f"the holder is gone: {error}", reason="holder") from error
+        return True
+
+    def _writable(self) -> None:
+        try:
+            while self._outbox and self._try_send(*self._outbox[0]):
+                for fd in self._outbox.pop(0)[1]:
+                    os.close(fd)
+        except Unavailable:
+            self._lost()
+            return
+        if not self._outbox and self._sock is not None and self._loop is not None:
+            self._loop.remove_writer(self._sock.fileno())
+
+    def _readable(self) -> None:
+        for _ in range(64):  # then let others run
+            if self._sock is None:
+                return
+            try:
+                data = self._sock.recv(MAX_MESSAGE)
+            except BlockingIOError:
+                return
+            except OSError:
+                data = b""
+            if not data:
+                self._lost()
+                return
+            message = json.loads(data)
+            if message.get("event") == "exit":
+                self._on_exit(message["ulid"], message["exit"])
+            elif (future := self._waiting.get(message.get("id"))) is not None and not future.done():
+                future.set_result(message)
+
+    def _lost(self) -> None:
+        self.close()
+        for _, fds in self._outbox:
+            for fd in fds:
+                with contextlib.suppress(OSError):
+                    os.close(fd)
+        self._outbox.clear()
+        self._on_lost()
+
+
+def _spawn(argv: Sequence[str], log: str) -> subprocess.Popen[bytes]:
+    """A process of its own session, with nothing of our environment but what it needs."""
+    root = str(Path(__file__).resolve().parents[2])
+    env = {name: os.environ[name] for name in ("PATH", "DSEC_DISABLE", "LD_LIBRARY_PATH") if name in os.environ}
+    env["PYTHONPATH"] = root
+    with open(log, "ab") as out:
+        return subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True, cwd="/", env=env)
+
+
+def _tail(path: str) -> str:
+    with contextlib.suppress(OSError):
+        return Path(path).read_text(errors="replace").strip()[-600:]
+    return ""

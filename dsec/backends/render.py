@@ -1,0 +1,70 @@
+"""From a `LaunchPlan` to what crun and runc read: config.json (OCI runtime-spec 1.0). Pure."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Sequence
+from typing import Any
+
+from dsec.backends.base import LaunchPlan
+
+GUEST_PATH = "/.dsec/aether"
+OOM_SCORE_ADJ = 500  # the node's own daemons cannot lower theirs everywhere, so sandboxes raise theirs
+BLOB_ANNOTATION = "run.oci.seccomp_bpf_data"
+NOFILE = (1024, 20_000)
+# What a filter does where the runtime wants names instead of a program (runc); see `seccomp.to_oci`.
+
+
+def render(
+    plan: LaunchPlan,
+    *,
+    root: str,
+    args: Sequence[str] = (GUEST_PATH,),
+    seccomp_blob: bytes = b"",
+    seccomp_oci: dict[str, Any] | None = None,
+    nofile: tuple[int, int] = NOFILE,
+) -> dict[str, Any]:
+    """The runtime's config.
+
+    ``root`` is where the launcher attaches the overlay in its private mount namespace. ``seccomp_blob`` is a compiled program
+    (crun takes it as an annotation, 10 ms faster than the rules); ``seccomp_oci`` is the same profile as rules, for runc.
+    Resources are not in it: the cgroups are ours and are joined before the runtime starts.
+    """
+    namespaces = ["pid", "mount", "ipc", "uts", "cgroup", "network"]
+    linux: dict[str, Any] = {
+        "namespaces": [{"type": name} for name in namespaces],
+        "maskedPaths": list(plan.masked),
+        "readonlyPaths": list(plan.readonly),
+    }
+    if plan.idmap is not None:
+        linux["namespaces"].append({"type": "user"})
+        mapping = [{"containerID": 0, "hostID": plan.idmap.base, "size": plan.idmap.count}]
+        linux["uidMappings"] = mapping
+        linux["gidMappings"] = mapping
+    if seccomp_oci is not None:
+        linux["seccomp"] = seccomp_oci
+    capabilities = list(plan.capabilities)
+    return {
+        "ociVersion": "1.0.0",
+        "hostname": plan.hostname,
+        "root": {"path": root, "readonly": False},
+        "mounts": [
+            {"destination": mount.target, "type": mount.fstype, "source": mount.source, "options": list(mount.options)} for mount in plan.mounts
+        ],
+        "process": {
+            "terminal": False,
+            "args": list(args),
+            "cwd": "/",
+            "user": {"uid": 0, "gid": 0},
+            "env": [f"{name}={value}" for name, value in plan.env.items()],
+            "noNewPrivileges": True,
+            "oomScoreAdj": OOM_SCORE_ADJ,
+            "capabilities": {name: capabilities for name in ("bounding", "effective", "permitted")},
+            "rlimits": [
+                {"type": "RLIMIT_NOFILE", "soft": nofile[0], "hard": nofile[1]},
+                {"type": "RLIMIT_CORE", "soft": 0, "hard": 0},
+            ],
+        },
+        "linux": linux,
+        "annotations": {BLOB_ANNOTATION: base64.b64encode(seccomp_blob).decode()} if seccomp_blob else {},
+    }

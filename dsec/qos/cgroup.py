@@ -1,0 +1,356 @@
+"""Control groups, v1 and v2, behind one small set of functions.
+
+A node has one parent group an Edge (``dsec/<edge>``) and below it one group a sandbox, in every hierarchy that is needed.
+Existing groups and mounts are left as they are; on v2 the controllers are switched on for the children of the groups on the
+way down, which is the only thing written outside our own groups.
+
+``cpus`` is a hard cap (CFS bandwidth, as Docker's ``--cpus``) and also the weight among neighbours; memory has no swap beside it.
+
+All functions touch the kernel's files and may sleep for a moment: call them in a thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import signal
+import time
+from collections.abc import Iterator, Mapping
+
+import msgspec
+
+from dsec import syscalls
+from dsec.errors import NodeError, Unsupported
+
+PERIOD_US = 100_000
+NEEDED = ("cpu", "cpuacct", "memory", "pids", "freezer")
+PID_RESERVE = 4096  # process ids that sandboxes never get, so that the node stays usable
+
+
+class Limits(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Limits of one group; 0 is no limit. Bytes, cores, processes; ``idle``: only CPU time that nobody else wants (cpu.idle)."""
+
+    memory: int = 0
+    cpus: float = 0.0
+    pids: int = 0
+    idle: bool = False
+
+
+class GroupUsage(msgspec.Struct, frozen=True, kw_only=True):
+    """What a group has used: milliseconds of CPU, bytes, processes, processes killed for memory."""
+
+    cpu_ms: int = 0
+    memory: int = 0
+    memory_peak: int = 0
+    pids: int = 0
+    oom_kills: int = 0
+
+
+class Hierarchy(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the controllers are. ``roots`` maps each to its mount point; on v2 all are the same. ``unified`` is the cgroup2 mount, if any."""
+
+    version: int
+    roots: dict[str, str]
+    unified: str = ""
+
+    @property
+    def hybrid(self) -> bool:
+        """Controllers on v1 with a cgroup2 mount beside them (crun 1.8 refuses this)."""
+        return self.version == 1 and bool(self.unified)
+
+    @property
+    def missing(self) -> tuple[str, ...]:
+        return tuple(name for name in NEEDED if name not in self.roots)
+
+
+def parse(mountinfo: str, v2_controllers: Mapping[str, str]) -> Hierarchy:
+    """The hierarchy from the text of /proc/self/mountinfo; ``v2_controllers`` maps a cgroup2 mount to its cgroup.controllers."""
+    v1: dict[str, str] = {}
+    unified = ""
+    for line in mountinfo.splitlines():
+        left, _, right = line.partition(" - ")
+        point = left.split()[4]
+        fstype, _, options = right.split(" ", 2)
+        if fstype == "cgroup2" and not unified:
+            unified = point
+        elif fstype == "cgroup":
+            for name in options.split(","):
+                if name in NEEDED:
+                    v1.setdefault(name, point)
+    offered = v2_controllers.get(unified, "").split()
+    if "memory" in offered:  # cpuacct and freezer are part of v2's core
+        return Hierarchy(version=2, roots={n: unified for n in NEEDED if n in offered or n in ("freezer", "cpuacct")}, unified=unified)
+    return Hierarchy(version=1, roots=v1, unified=unified)
+
+
+def detect() -> Hierarchy:
+    """What this node has, as this process's mount namespace shows it."""
+    with open("/proc/self/mountinfo") as file:
+        text = file.read()
+    offered = {}
+    for line in text.splitlines():
+        if " - cgroup2 " in line:
+            point = line.split()[4]
+            with contextlib.suppress(OSError), open(f"{point}/cgroup.controllers") as file:
+                offered[point] = file.read()
+    return parse(text, offered)
+
+
+def settings(version: int, limits: Limits) -> dict[str, list[tuple[str, str]]]:
+    """What is written where, in order, by controller (pure; `dsec inspect --plan` prints it)."""
+    writes: dict[str, list[tuple[str, str]]] = {"memory": [], "cpu": [], "pids": []}
+    if limits.memory:
+        size = str(limits.memory)
+        if version == 2:
+            writes["memory"] += [("memory.max", size), ("memory.swap.max", "0")]
+        else:
+            writes["memory"] += [("memory.limit_in_bytes", size), ("memory.memsw.limit_in_bytes", size)]
+    if limits.cpus:
+        quota = str(max(1000, round(limits.cpus * PERIOD_US)))
+        if version == 2:
+            writes["cpu"] += [("cpu.max", f"{quota} {PERIOD_US}"), ("cpu.weight", str(min(10_000, max(1, round(limits.cpus * 100)))))]
+        else:
+            shares = str(min(262_144, max(2, round(limits.cpus * 1024))))
+            writes["cpu"] += [("cpu.cfs_period_us", str(PERIOD_US)), ("cpu.cfs_quota_us", quota), ("cpu.shares", shares)]
+    if limits.idle:
+        writes["cpu"].append(("cpu.idle", "1"))
+    if limits.pids:
+        writes["pids"].append(("pids.max", str(limits.pids)))
+    return writes
+
+
+# Where a kernel without swap accounting has no such file, there is no swap to limit either.
+_OPTIONAL = frozenset({"memory.memsw.limit_in_bytes", "memory.swap.max"})
+
+
+class Cgroups:
+    """The groups of one Edge below ``parent`` (a relative path such as ``dsec/node-1``)."""
+
+    def __init__(self, parent: str, hierarchy: Hierarchy | None = None) -> None:
+        if not parent or parent.startswith("/") or ".." in parent.split("/"):
+            raise ValueError(f"not a group below the root: {parent!r}")
+        self.hierarchy = hierarchy or detect()
+        self.parent = parent
+        self.version = self.hierarchy.version
+
+    def open(self) -> None:
+        """Make the parent groups. Raises `Unsupported` where memory or pids cannot be limited."""
+        lacking = [name for name in ("memory", "pids", "cpu", "freezer") if name not in self.hierarchy.roots]
+        if lacking:
+            raise Unsupported(f"no {', '.join(lacking)} cgroup controller here", reason="cgroup", fix="mount the controllers (dsec doctor)")
+        for root in self._mounts():
+            path = root
+            for part in self.parent.split("/"):
+                if self.version == 2:
+                    _write(f"{path}/cgroup.subtree_control", "+cpu +memory +pids")
+                path = f"{path}/{part}"
+                with contextlib.suppress(FileExistsError):
+                    os.mkdir(path, 0o755)
+            if self.version == 2:
+                _write(f"{path}/cgroup.subtree_control", "+cpu +memory +pids")
+        with open("/proc/sys/kernel/pid_max") as file:
+            most = int(file.read()) - PID_RESERVE
+        _write(f"{self._path('pids', '')}/pids.max", str(max(most, 1024)))
+
+    def create(self, name: str, limits: Limits) -> tuple[str, ...]:
+        """Make the group of one sandbox with its limits. Answers the cgroup.procs files that its first process must join.
+
+        A group of that name left by an earlier try is used again. Raises `NodeError`; what was made is then removed.
+        """
+        try:
+            for root in self._mounts():
+                with contextlib.suppress(FileExistsError):
+                    os.mkdir(f"{root}/{self.parent}/{name}", 0o755)
+            for controller, writes in settings(self.version, limits).items():
+                for file, value in writes:
+                    try:
+                        _write(f"{self._path(controller, name)}/{file}", value)
+                    except FileNotFoundError:
+                        if file not in _OPTIONAL:
+                            raise
+        except OSError as error:
+            with contextlib.suppress(NodeError):
+                self.destroy(name, timeout=1.0)
+            raise NodeError(f"cgroup {self.parent}/{name}: {error}", reason="cgroup") from error
+        return tuple(f"{root}/{self.parent}/{name}/cgroup.procs" for root in self._mounts())
+
+    def update(self, name: str, limits: Limits) -> None:
+        """Write new limits into a live group. Raises `NodeError` (EBUSY when the memory in use cannot be brought below the limit)."""
+        try:
+            for controller, writes in settings(self.version, limits).items():
+                for file, value in writes:
+                    _write(f"{self._path(controller, name)}/{file}", value)
+        except OSError as error:
+            raise NodeError(f"cgroup {self.parent}/{name}: {error}", reason="cgroup") from error
+
+    def pids(self, name: str) -> tuple[int, ...]:
+        """Processes of the group as this process numbers them; empty when the group does not exist."""
+        try:
+            with open(f"{self._path('pids', name)}/cgroup.procs") as file:
+                return tuple(int(line) for line in file)
+        except (FileNotFoundError, OSError) as error:
+            if error.errno in (errno.ENOENT, errno.ENODEV):
+                return ()
+            raise
+
+    def names(self) -> frozenset[str]:
+        """Every child group of the parent, in any hierarchy."""
+        found: set[str] = set()
+        for root in self._mounts():
+            with contextlib.suppress(FileNotFoundError), os.scandir(f"{root}/{self.parent}") as entries:
+                found.update(entry.name for entry in entries if entry.is_dir(follow_symlinks=False))
+        return frozenset(found)
+
+    def freeze(self, name: str, on: bool, timeout: float = 5.0) -> None:
+        """Stop or continue every process of the group; returns when the kernel says that all are. Raises `NodeError` on time-out,
+        with the group thawed again."""
+        path = self._path("freezer", name)
+        if self.version == 2:
+            _write(f"{path}/cgroup.freeze", "1" if on else "0")
+        else:
+            _write(f"{path}/freezer.state", "FROZEN" if on else "THAWED")
+        end = time.monotonic() + timeout
+        while self.frozen(name) is not on:
+            if time.monotonic() > end:
+                if on:
+                    self.freeze(name, False)
+                raise NodeError(f"cgroup {self.parent}/{name} did not {'freeze' if on else 'thaw'} in {timeout} s", reason="freezer")
+            time.sleep(0.0005)
+
+    def frozen(self, name: str) -> bool:
+        path = self._path("freezer", name)
+        if self.version == 2:
+            return _fields(f"{path}/cgroup.events").get("frozen") == 1
+        with open(f"{path}/freezer.state") as file:
+            return file.read().strip() == "FROZEN"
+
+    def kill(self, name: str) -> int:
+        """SIGKILL to every process of the group, thawing it first (a v1 frozen process does not die). Answers how many there were."""
+        pids = self.pids(name)
+        if not pids:
+            return 0
+        with contextlib.suppress(OSError, NodeError):
+            if self.version == 1:
+                self.freeze(name, False, timeout=1.0)
+        if self.version == 2:
+            try:
+                _write(f"{self._path('pids', name)}/cgroup.kill", "1")
+                return len(pids)
+            except FileNotFoundError:  # before Linux 5.14
+                pass
+        for pid in pids:
+            _kill_member(pid, f"{self.parent}/{name}")
+        return len(pids)
+
+    def usage(self, name: str) -> GroupUsage:
+        """Raises `FileNotFoundError` when the group does not exist."""
+        memory, pids = self._path("memory", name), self._path("pids", name)
+        if self.version == 2:
+            return GroupUsage(
+                cpu_ms=_fields(f"{pids}/cpu.stat").get("usage_usec", 0) // 1000,
+                memory=_number(f"{memory}/memory.current"),
+                memory_peak=_number(f"{memory}/memory.peak", 0),
+                pids=_number(f"{pids}/pids.current"),
+                oom_kills=_fields(f"{memory}/memory.events").get("oom_kill", 0),
+            )
+        return GroupUsage(
+            cpu_ms=_number(f"{self._path('cpuacct', name)}/cpuacct.usage", 0) // 1_000_000,
+            memory=_number(f"{memory}/memory.usage_in_bytes"),
+            memory_peak=_number(f"{memory}/memory.max_usage_in_bytes"),
+            pids=_number(f"{pids}/pids.current"),
+            oom_kills=self.oom_kills(name),
+        )
+
+    def oom_kills(self, name: str) -> int:
+        """Processes that the kernel killed in this group because its memory limit was reached; 0 when the group is gone."""
+        path = self._path("memory", name)
+        with contextlib.suppress(FileNotFoundError):
+            return _fields(f"{path}/{'memory.events' if self.version == 2 else 'memory.oom_control'}").get("oom_kill", 0)
+        return 0
+
+    def destroy(self, name: str, timeout: float = 5.0) -> None:
+        """Remove the group everywhere; its processes must have been killed. Idempotent. Raises `NodeError` while one is still there."""
+        end = time.monotonic() + timeout
+        for root in self._mounts():
+            path = f"{root}/{self.parent}/{name}"
+            if root == self.hierarchy.roots.get("memory") and self.version == 1:
+                # Pages that are charged to a removed group keep it as a dead one, which slows every later shrinker walk.
+                with contextlib.suppress(OSError):
+                    _write(f"{path}/memory.force_empty", "0")
+            _remove_tree(path, end)
+
+    def close(self) -> None:
+        """Remove the parent groups where nothing lives below them."""
+        for root in self._mounts():
+            parts = self.parent.split("/")
+            for depth in range(len(parts), 0, -1):
+                with contextlib.suppress(OSError):
+                    os.rmdir("/".join([root, *parts[:depth]]))
+
+    def _mounts(self) -> Iterator[str]:
+        # The memory group is joined last: what the joining itself allocates stays with whoever launches.
+        seen = dict.fromkeys(self.hierarchy.roots[name] for name in ("pids", "freezer", "cpu", "cpuacct", "memory") if name in self.hierarchy.roots)
+        yield from seen
+
+    def _path(self, controller: str, name: str) -> str:
+        root = self.hierarchy.roots[controller]
+        return f"{root}/{self.parent}/{name}" if name else f"{root}/{self.parent}"
+
+
+def _kill_member(pid: int, group: str) -> None:
+    """Kill ``pid`` if it still is in ``group``: the descriptor is opened first, so a number that was used again is not hit."""
+    try:
+        pidfd = syscalls.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    try:
+        with open(f"/proc/{pid}/cgroup") as file:
+            if f"/{group}\n" in file.read():
+                syscalls.pidfd_send_signal(pidfd, signal.SIGKILL)
+    except (FileNotFoundError, ProcessLookupError):
+        return
+    finally:
+        os.close(pidfd)
+
+
+def _remove_tree(path: str, end: float) -> None:
+    while True:
+        try:
+            os.rmdir(path)
+            return
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            if error.errno not in (errno.EBUSY, errno.ENOTEMPTY):
+                raise NodeError(f"{path}: {error}", reason="cgroup") from error
+            with contextlib.suppress(FileNotFoundError), os.scandir(path) as entries:
+                for entry in entries:
+                    if entry.is_dir(follow_symlinks=False):
+                        _remove_tree(entry.path, end)
+            if time.monotonic() > end:
+                raise NodeError(f"{path}: processes are still in it", reason="cgroup") from error
+            time.sleep(0.002)
+
+
+def _write(path: str, text: str) -> None:
+    fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+    try:
+        os.write(fd, text.encode())
+    finally:
+        os.close(fd)
+
+
+def _number(path: str, default: int | None = None) -> int:
+    try:
+        with open(path) as file:
+            return int(file.read())
+    except FileNotFoundError:
+        if default is None:
+            raise
+        return default
+
+
+def _fields(path: str) -> dict[str, int]:
+    with open(path) as file:
+        return {key: int(value) for key, _, value in (line.partition(" ") for line in file) if value.strip().isdigit()}
