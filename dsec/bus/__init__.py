@@ -3,7 +3,7 @@
 from dsec.bus.actor import Context, Mailbox, Route, Service, Verb
 from dsec.bus.bus import Bus, run
 from dsec.bus.codec import CHUNK, MAX_MESSAGE, decode, decode_untyped, encode
-from dsec.bus.events import EventPublisher, EventReader, events
+from dsec.bus.events import EventPublisher, EventReader
 from dsec.bus.flow import ReceiveWindow, SendWindow
 from dsec.bus.idempotency import Idempotency, Key
 from dsec.bus.streams import EventsConfig, KvBucket, ensure_events_stream, kv_bucket
@@ -35,7 +35,6 @@ __all__ = [
     "decode_untyped",
     "encode",
     "ensure_events_stream",
-    "events",
     "kv_bucket",
     "run",
 ]
