@@ -6,13 +6,16 @@ import os
 import secrets
 import shutil
 import tempfile
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from dsec.bus.server import NatsServer
 from tests.census import Census
+
+pytest_plugins = ["tests.fixtures_bus"]
+
+pytest_plugins = ["tests.fixtures_bus"]
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -52,13 +55,6 @@ def leftovers(edge_name: str, state_dir: Path) -> Iterator[Census]:
     left = census.left_since(before, seconds=5.0)
     left.pop("files", None)
     assert not left, f"left behind: {left}"
-
-
-@pytest.fixture
-async def nats_server(state_dir: Path) -> AsyncIterator[NatsServer]:
-    """A real nats-server with JetStream on a free port; it is gone afterwards."""
-    async with NatsServer(state_dir / "nats") as server:
-        yield server
 
 
 @pytest.fixture(autouse=True)
