@@ -1,4 +1,4 @@
-"""A private nats-server and connections to it; imported by conftest as a plugin."""
+"""Connections to a private nats-server (conftest's `nats_server`); loaded by conftest as a plugin."""
 
 from __future__ import annotations
 
@@ -16,19 +16,6 @@ from dsec.bus.server import NatsServer
 from dsec.model import new_ulid
 
 Opener = Callable[..., Awaitable[Bus]]
-
-
-@pytest_asyncio.fixture
-async def nats_server() -> AsyncIterator[NatsServer]:
-    """A nats-server with JetStream on a free port, ended and removed afterwards."""
-    directory = Path(tempfile.mkdtemp(prefix="dsec-nats-"))
-    server = NatsServer(directory)
-    try:
-        await server.start()
-        yield server
-    finally:
-        await server.stop()
-        shutil.rmtree(directory, ignore_errors=True)
 
 
 @pytest_asyncio.fixture

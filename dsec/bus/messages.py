@@ -96,7 +96,10 @@ class LaunchEnvelope(Message, frozen=True, kw_only=True):
 
 
 class Refusal(Message, frozen=True, kw_only=True):
-    """``filter`` names what refused (memory, slots, pids, backend, arch, …). Final errors (`final`) are the caller's fault and not re-placed."""
+    """``filter`` names what refused (memory, slots, pids, backend, arch, …).
+
+    Final errors (`final`) are the caller's fault and not re-placed.
+    """
 
     index: int
     error: ErrorBody
@@ -140,8 +143,9 @@ class BurstNews(Message, frozen=True, kw_only=True):
 
 
 class LeaseRenew(Message, frozen=True, kw_only=True):
-    """client -> lease.<edge>: "I live, and hold exactly these of ``burst``es I asked for". ``claims`` and ``drops`` are deltas since the last
-    renewal (repeated until acknowledged); ``end`` ends the lease at once."""
+    """client -> lease.<edge>: "I live, and hold exactly these of ``burst``es I asked for".
+
+    ``claims`` and ``drops`` are deltas since the last renewal (repeated until acknowledged); ``end`` ends the lease at once."""
 
     lease: str
     ttl_ms: int = 30_000

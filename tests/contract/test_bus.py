@@ -71,7 +71,9 @@ async def test_every_error_arrives_as_it_was_raised(any_bus: Opener, code: str) 
     with pytest.raises(cls) as caught:
         await client.call(edge("stop"), Empty(), Empty, timeout=5)
     assert type(caught.value) is cls
-    assert caught.value.body() == cls("it\r\nbroke", field="a.b", value="v", fix="do c", sandbox="n1-x", reason="why", retryable=False).body()
+    assert (
+        caught.value.body() == cls("it\r\nbroke", field="a.b", value="v", fix="do c", sandbox="n1-x", reason="why", retryable=False).body()
+    )
 
 
 async def test_a_foreign_exception_is_the_nodes_fault(any_bus: Opener) -> None:
@@ -81,7 +83,9 @@ async def test_a_foreign_exception_is_the_nodes_fault(any_bus: Opener) -> None:
     async def broken(context: Context, request: Empty) -> Empty:
         raise KeyError("k")
 
-    await served.serve("edge", edge_route(Verb(name="stop", request=Empty, handler=broken), Verb(name="ok", request=Empty, handler=nothing)))
+    await served.serve(
+        "edge", edge_route(Verb(name="stop", request=Empty, handler=broken), Verb(name="ok", request=Empty, handler=nothing))
+    )
     with pytest.raises(errors.NodeError, match="KeyError"):
         await client.call(edge("stop"), Empty(), Empty, timeout=5)
     await client.call(edge("ok"), Empty(), Empty, timeout=5)
@@ -295,15 +299,16 @@ async def test_the_order_of_one_subscriber_is_kept(any_bus: Opener) -> None:
     async def take(message: LeaseAck, msg: Msg) -> None:
         await asyncio.sleep(0.001 if message.seq % 2 else 0)
         order.append(message.seq)
+        if len(order) == 100:
+            done.set()
 
+    done = asyncio.Event()
     await a.subscribe("t.o", LeaseAck, take, concurrency=1)
     await a.flush()
     for number in range(100):
         b.post("t.o", LeaseAck(seq=number))
     await b.flush()
-    async with asyncio.timeout(5):
-        while len(order) < 100:
-            await asyncio.sleep(0.01)
+    await asyncio.wait_for(done.wait(), 5)
     assert order == list(range(100))
 
 
