@@ -15,8 +15,6 @@ from tests.census import Census
 
 pytest_plugins = ["tests.fixtures_bus"]
 
-pytest_plugins = ["tests.fixtures_bus"]
-
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """``@pytest.mark.needs("crun", "userns")``: skips with the doctor's own sentence where a feature is missing."""

