@@ -136,7 +136,7 @@ async def import_git(
     shown = _USERINFO.sub("", url)
     async with store.staging() as stage:
         target = await asyncio.to_thread(_make_parents, stage / "tree", where)
-        commit = await _checkout(url, rev, str(target), progress)
+        commit = await _checkout(url, rev, str(target), str(stage / "fetched"), progress)
         meta = LayerInfo(digest="", stored="erofs", size=0, source=f"git {shown} {commit}", at=at, config=base)
         return await pack(store, stage, name, meta, where=where, owner=owner or (0, 0), progress=progress)
 
@@ -147,7 +147,7 @@ def _repo_name(url: str) -> str:
     return re.sub(r"[^A-Za-z0-9._-]", "-", last).strip(".-_") or "repo"
 
 
-async def _checkout(url: str, rev: str, target: str, progress: Progress) -> str:
+async def _checkout(url: str, rev: str, target: str, scratch: str, progress: Progress) -> str:
     git = tools.find("git", "git")
     secrets = [found.rstrip("@") for found in _USERINFO.findall(url) if found != "@"]
     # No configuration of this machine's, no prompts, no hooks, no helper protocols; one packing thread, so that packs do not vary.
@@ -156,22 +156,24 @@ async def _checkout(url: str, rev: str, target: str, progress: Progress) -> str:
     base = [git, "-c", "safe.directory=*", "-c", "core.logAllRefUpdates=false", "-c", "pack.threads=1", "-c", "gc.auto=0"]
     base += ["-c", "advice.detachedHead=false", "-c", "core.hooksPath=/dev/null"]
 
-    async def run(*argv: str) -> str:
-        return await tools.run([*base, "-C", target, *argv], env=env, secrets=secrets)
+    async def run(*argv: str, where: str = target) -> str:
+        return await tools.run([*base, "-C", where, *argv], env=env, secrets=secrets)
 
     await run("init", "--quiet", "--template=", "--initial-branch=main", ".")
     try:
         await run("fetch", "--quiet", "--depth=1", "--no-tags", "--", url, rev)
     except NodeError as first:
-        # Servers may refuse to serve an unadvertised or abbreviated commit: take everything and look for it.
+        # A server may refuse to serve an unadvertised or abbreviated commit: take everything elsewhere and look for it there.
         progress("shallow fetch refused, fetching the whole history")
         try:
-            await run("fetch", "--quiet", "--", url, "+refs/*:refs/fetched/*")
-            found = (await run("rev-parse", "--verify", "--quiet", f"{rev}^{{commit}}")).strip()
+            await run("init", "--quiet", "--bare", "--template=", scratch)
+            await run("fetch", "--quiet", "--", url, "+refs/*:refs/*", where=scratch)
+            found = (await run("rev-parse", "--verify", "--quiet", f"{rev}^{{commit}}", where=scratch)).strip()
         except NodeError:
             shown = _USERINFO.sub("", url)
             raise NotFound(f"no such repository or revision: {first}", field="url", value=shown, fix="check address and rev") from None
-        await run("fetch", "--quiet", "--depth=1", "--no-tags", "--", f"file://{target}/.git", found)
+        await run("config", "uploadpack.allowAnySHA1InWant", "true", where=scratch)
+        await run("fetch", "--quiet", "--depth=1", "--no-tags", "--", f"file://{scratch}", found)
     await run("checkout", "--quiet", "-B", "main", "FETCH_HEAD")
     commit, when = (await run("log", "-1", "--format=%H %ct")).split()
     await run("read-tree", "HEAD")
