@@ -137,7 +137,7 @@ void send_error(struct conn *c, uint32_t request, int code, int err, const char 
     send_frame(c, F_ERROR, request, &(struct iovec){body, w.n}, 1);
 }
 
-void send_ok(struct conn *c, uint32_t request) { send_frame(c, F_OK, request, NULL, 0); }
+void send_ok(struct conn *c, uint32_t request) { send_frame(c, F_OKAY, request, NULL, 0); }
 
 static bool hello(struct conn *c, uint32_t request, const uint8_t *body, size_t n) {
     struct rd r = {body, body + n, false};
