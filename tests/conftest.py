@@ -13,7 +13,7 @@ import pytest
 
 from tests.census import Census
 
-pytest_plugins = ["tests.fixtures_bus"]
+pytest_plugins = ["tests.fixtures_bus", "tests.fixtures_backend"]
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -107,9 +107,9 @@ class ContainerInstance:
         if not self._gone.done():
             self._gone.set_result(Exit(reason=ExitReason.REQUESTED, wall_ts=time.time()))
 
-    def ended(self, exit: Exit) -> None:
+    def ended(self, ending: Exit) -> None:
         if not self._gone.done():
-            self._gone.set_result(exit)
+            self._gone.set_result(ending)
 
 
 class ContainerBackend:
@@ -130,7 +130,7 @@ class ContainerBackend:
         self._mounted: dict[str, asyncio.Task[None]] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
         self._makers = ThreadPoolExecutor(2, "dsec-launch")
-        self._breakers = ThreadPoolExecutor(4, "dsec-release")
+        self._breakers = ThreadPoolExecutor(8, "dsec-release")
         self._holder_lock = asyncio.Lock()
         self._closed = False
         self._runtime = ""
@@ -193,9 +193,10 @@ class ContainerBackend:
 
     async def shutdown(self) -> None:
         """Close and end the holder too; refused by it while sandboxes live. Removes the Edge's cgroups where they are empty."""
+        self._closed = True
         with contextlib.suppress(Unavailable):
             if self._holder.connected:
-                await self._holder.request("quit")
+                await self._holder.request("quit", force=False)
         await self.close()
         await asyncio.to_thread(self._cgroups.close)
 
@@ -306,9 +307,7 @@ class ContainerBackend:
         )
         with open(f"{box}/config.json", "w") as file:
             json.dump(config, file)
-        procs = self._cgroups.create(
-            plan.ulid, Limits(memory=memory_bytes(plan), cpus=plan.resources.cpus, pids=plan.resources.pids)
-        )
+        procs = self._cgroups.create(plan.ulid, Limits(memory=memory_bytes(plan), cpus=plan.resources.cpus, pids=plan.resources.pids))
         path = self.socket_path(plan.ulid)
         with contextlib.suppress(FileNotFoundError):
             os.unlink(path)
@@ -329,7 +328,7 @@ class ContainerBackend:
     def _instance(self, plan: LaunchPlan, pid: int) -> ContainerInstance:
         from dsec.backends.guest.link import Link
 
-        link = Link(self.socket_path(plan.ulid), generation=self.options.generation, expect_pid=pid)
+        link = Link(self.socket_path(plan.ulid), generation=self.options.generation, expect_pid=lambda: pid, sandbox_id=plan.id)
         instance = ContainerInstance(self, plan, pid, link)
         self._instances[plan.ulid] = instance
         return instance
@@ -526,7 +525,11 @@ def _find_runtime(name: str) -> str:
     path = next((found for candidate in candidates if (found := shutil.which(candidate))), None)
     if path is None:
         raise Unsupported(
-            f"no OCI runtime ({' or '.join(candidates)}) on this node", field="container.runtime", value=name, fix="apt install crun", reason="runtime"
+            f"no OCI runtime ({' or '.join(candidates)}) on this node",
+            field="container.runtime",
+            value=name,
+            fix="apt install crun",
+            reason="runtime",
         )
     return path
 

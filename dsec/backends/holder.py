@@ -70,6 +70,18 @@ class Edge:
         self.sock = sock
 
 
+class Call:
+    """One request: its fields, the descriptors that came with it and who asks."""
+
+    def __init__(self, message: dict[str, Any], fds: list[int], edge: Edge) -> None:
+        self.message = message
+        self.fds = fds
+        self.edge = edge
+
+    def __getitem__(self, field: str) -> Any:
+        return self.message[field]
+
+
 class Holder:
     def __init__(self, listener: socket.socket, launcher: str, linger: float) -> None:
         self.listener = listener
@@ -126,7 +138,7 @@ class Holder:
 
     # --- requests --------------------------------------------------------------------------------------------------
 
-    def op_hello(self, message: dict[str, Any], fds: list[int], edge: Edge) -> dict[str, Any]:
+    def op_hello(self, _call: Call) -> dict[str, Any]:
         return {
             "pid": os.getpid(),
             "root": f"{self.place}/root",
@@ -134,50 +146,50 @@ class Holder:
             "disabled": os.environ.get("DSEC_DISABLE", ""),
         }
 
-    def op_list(self, message: dict[str, Any], fds: list[int], edge: Edge) -> dict[str, Any]:
+    def op_list(self, call: Call) -> dict[str, Any]:
         """Everything known after ``after``, in pages: a value is the pid of an init, 0 while it is launched, or how it ended."""
-        names = sorted(name for name in (*self.sandboxes, *self.exits) if name > message["after"])[:PAGE]
+        names = sorted(name for name in (*self.sandboxes, *self.exits) if name > call["after"])[:PAGE]
         return {"page": {name: self.sandboxes[name].pid if name in self.sandboxes else self.exits[name] for name in names}}
 
-    def op_layer(self, message: dict[str, Any], fds: list[int], edge: Edge) -> dict[str, Any]:
+    def op_layer(self, call: Call) -> dict[str, Any]:
         """Mount a layer once; idempotent by its key."""
-        if message["key"] not in self.layers:
+        if call["key"] not in self.layers:
             import msgspec
 
             from dsec.layers.mounts import LayerMount, open_layer
 
-            self.layers[message["key"]] = open_layer(msgspec.convert(message["mount"], LayerMount))
+            self.layers[call["key"]] = open_layer(msgspec.convert(call["mount"], LayerMount))
         return {}
 
-    def op_drop_layer(self, message: dict[str, Any], fds: list[int], edge: Edge) -> dict[str, Any]:
-        if message["key"] != GUEST_LAYER and (fd := self.layers.pop(message["key"], None)) is not None:
+    def op_drop_layer(self, call: Call) -> dict[str, Any]:
+        if call["key"] != GUEST_LAYER and (fd := self.layers.pop(call["key"], None)) is not None:
             os.close(fd)
         return {}
 
-    def op_launch(self, message: dict[str, Any], fds: list[int], edge: Edge) -> dict[str, Any] | None:
+    def op_launch(self, call: Call) -> dict[str, Any] | None:
         """Start a launcher; answered when the runtime has ended and the sandbox's init is known."""
-        ulid = message["ulid"]
+        ulid = call["ulid"]
         if ulid in self.sandboxes or ulid in self.exits:
             raise Refused(f"{ulid} was launched already")
-        if len(fds) != 1:
+        if len(call.fds) != 1:
             raise Refused("a launch needs its listening socket")
-        keys = [GUEST_LAYER, *message["lowers"]]
+        keys = [GUEST_LAYER, *call["lowers"]]
         missing = [key for key in keys if key not in self.layers]
         if missing:
             raise Refused(f"layers are not mounted: {', '.join(missing)}")
         box = Sandbox(ulid)
-        box.pidfile = message["pidfile"]
+        box.pidfile = call["pidfile"]
         status, status_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         box.status = status
         # The lowest numbers are targets of dup2 in the child: everything is moved out of their way by asking for high copies.
-        sources = [_high(fds[0]), _high(status_write), *(_high(self.layers[key]) for key in keys)]
+        sources = [_high(call.fds[0]), _high(status_write), *(_high(self.layers[key]) for key in keys)]
         os.close(status_write)
-        actions = [(os.POSIX_SPAWN_DUP2, source, LISTEN_FD + index) for index, source in enumerate(sources)]
+        actions: list[tuple[Any, ...]] = [(os.POSIX_SPAWN_DUP2, source, LISTEN_FD + index) for index, source in enumerate(sources)]
         actions += [(os.POSIX_SPAWN_OPEN, fd, "/dev/null", os.O_RDWR, 0) for fd in (0, 1, 2)]
-        argv = [self.launcher, "-l", str(len(keys)), "-r", f"{self.place}/root", *message["argv"]]
+        argv = [self.launcher, "-l", str(len(keys)), "-r", f"{self.place}/root", *call["argv"]]
         try:
             box.launcher_pid = os.posix_spawn(
-                self.launcher, argv, message["env"], file_actions=actions, setsid=True, setsigmask=(), setsigdef=(signal.SIGPIPE,)
+                self.launcher, argv, call["env"], file_actions=actions, setsid=True, setsigmask=(), setsigdef=(signal.SIGPIPE,)
             )
             box.launcher = syscalls.pidfd_open(box.launcher_pid)
         except OSError as error:
@@ -186,33 +198,33 @@ class Holder:
         finally:
             for source in sources:
                 os.close(source)
-        box.reply = (edge, message["id"])
+        box.reply = (call.edge, call["id"])
         self.sandboxes[ulid] = box
         self._watch(box.launcher, "launcher", box)
         return None
 
-    def op_find(self, message: dict[str, Any], fds: list[int], edge: Edge) -> dict[str, Any]:
+    def op_find(self, call: Call) -> dict[str, Any]:
         """As `list` for one: ``found`` is null for what was never launched or is forgotten."""
-        box = self.sandboxes.get(message["ulid"])
-        return {"found": box.pid if box is not None else self.exits.get(message["ulid"])}
+        box = self.sandboxes.get(call["ulid"])
+        return {"found": box.pid if box is not None else self.exits.get(call["ulid"])}
 
-    def op_adopt(self, message: dict[str, Any], fds: list[int], edge: Edge) -> dict[str, Any]:
+    def op_adopt(self, call: Call) -> dict[str, Any]:
         """Watch an init that an earlier holder launched: its death will be seen, its status will not."""
-        box = self.sandboxes.get(message["ulid"])
+        box = self.sandboxes.get(call["ulid"])
         if box is None:
-            box = Sandbox(message["ulid"])
+            box = Sandbox(call["ulid"])
             try:
-                box.init = syscalls.pidfd_open(message["pid"])
+                box.init = syscalls.pidfd_open(call["pid"])
             except ProcessLookupError as error:
                 raise Refused("it has ended") from error
-            box.pid, box.child = message["pid"], False
+            box.pid, box.child = call["pid"], False
             self.sandboxes[box.ulid] = box
             self._watch(box.init, "init", box)
         return {"pid": box.pid}
 
-    def op_kill(self, message: dict[str, Any], fds: list[int], edge: Edge) -> dict[str, Any]:
+    def op_kill(self, call: Call) -> dict[str, Any]:
         """SIGKILL to the init and to a launcher that still runs. The exit comes as an event."""
-        box = self.sandboxes.get(message["ulid"])
+        box = self.sandboxes.get(call["ulid"])
         if box is None:
             return {"live": False}
         box.doomed = True
@@ -221,19 +233,19 @@ class Holder:
                 syscalls.pidfd_send_signal(fd, signal.SIGKILL)
         return {"live": True}
 
-    def op_signal(self, message: dict[str, Any], fds: list[int], edge: Edge) -> dict[str, Any]:
+    def op_signal(self, call: Call) -> dict[str, Any]:
         """A signal to the init only (it is delivered where the init has a handler)."""
-        box = self.sandboxes.get(message["ulid"])
-        return {"live": box is not None and box.init >= 0 and syscalls.pidfd_send_signal(box.init, message["signal"])}
+        box = self.sandboxes.get(call["ulid"])
+        return {"live": box is not None and box.init >= 0 and syscalls.pidfd_send_signal(box.init, call["signal"])}
 
-    def op_forget(self, message: dict[str, Any], fds: list[int], edge: Edge) -> dict[str, Any]:
-        for ulid in message["ulids"]:
+    def op_forget(self, call: Call) -> dict[str, Any]:
+        for ulid in call["ulids"]:
             self.exits.pop(ulid, None)
         return {}
 
-    def op_quit(self, message: dict[str, Any], fds: list[int], edge: Edge) -> dict[str, Any]:
+    def op_quit(self, call: Call) -> dict[str, Any]:
         """End, unless sandboxes live."""
-        if self.sandboxes:
+        if self.sandboxes and not call["force"]:
             raise Refused(f"{len(self.sandboxes)} sandboxes live")
         self.running = False
         return {}
@@ -339,7 +351,9 @@ class Holder:
 
     def _read(self, edge: Edge) -> None:
         try:
-            data, ancillary, flags, _ = edge.sock.recvmsg(MAX_MESSAGE, socket.CMSG_SPACE(MAX_FDS * 4), socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT)
+            data, ancillary, flags, _ = edge.sock.recvmsg(
+                MAX_MESSAGE, socket.CMSG_SPACE(MAX_FDS * 4), socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT
+            )
         except BlockingIOError:
             return
         except OSError:
@@ -358,7 +372,7 @@ class Holder:
             try:
                 if handler is None:
                     raise Refused(f"no operation {message['op']!r}")
-                answer = handler(message, list(fds), edge)
+                answer = handler(Call(message, list(fds), edge))
             except (Refused, OSError, KeyError, TypeError, ValueError) as error:
                 code = error.errno if isinstance(error, OSError) else None
                 self._send(edge, {"id": message.get("id"), "error": str(error), "errno": code})
@@ -366,7 +380,7 @@ class Holder:
                 if answer is not None:
                     self._send(edge, {"id": message["id"], "ok": answer})
         except (ValueError, KeyError, TypeError) as error:
-            print(f"holder: dropped an Edge that does not speak the protocol: {error}", file=sys.stderr, flush=True)
+            sys.stderr.write(f"holder: dropped an Edge that does not speak the protocol: {error}\n")
             self._drop(edge)
         finally:
             for fd in fds:
@@ -442,6 +456,19 @@ def _listen(path: str) -> socket.socket:
     return listener
 
 
+def _detach() -> int:
+    """Leave the Edge's tree: the process that it started ends with 0 as soon as the returned descriptor has been written to."""
+    read, write = os.pipe2(os.O_CLOEXEC)
+    if child := os.fork():
+        os.close(write)
+        if os.read(read, 1):
+            os._exit(0)
+        _, status = os.waitpid(child, 0)
+        os._exit(os.waitstatus_to_exitcode(status) & 0xFF or 1)
+    os.close(read)
+    return write
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="dsec.backends.holder")
     parser.add_argument("--socket", required=True)
@@ -450,6 +477,7 @@ def main() -> None:
     parser.add_argument("--linger", type=float, default=30.0)
     parser.add_argument("--keep", action="append", default=[], help="a path that must stay visible in our mount namespace")
     options = parser.parse_args()
+    ready = _detach()
     for signum in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):  # what ends an Edge must not end its sandboxes
         signal.signal(signum, signal.SIG_IGN)
     syscalls.set_child_subreaper()
@@ -459,6 +487,8 @@ def main() -> None:
     try:
         holder.enter_namespace(tuple(os.path.realpath(path) for path in paths))
         holder.hold_guest(options.guest)
+        os.write(ready, b"1")
+        os.close(ready)
         holder.serve()
     finally:
         with contextlib.suppress(FileNotFoundError):

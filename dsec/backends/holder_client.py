@@ -18,6 +18,7 @@ from typing import Any
 from dsec.errors import NodeError, Unavailable
 
 START_TIMEOUT = 20.0
+ANOTHER_SERVES = 3  # the exit code of a holder that found the socket served
 MAX_MESSAGE = 128 * 1024
 _POLL = 0.01
 
@@ -61,14 +62,13 @@ class HolderClient:
             return
         argv = [sys.executable, "-m", "dsec.backends.holder", "--socket", self.path, "--guest", guest, "--launcher", launcher]
         argv += [f"--linger={linger}", *(f"--keep={path}" for path in keep)]
-        process = await asyncio.to_thread(_spawn, argv, log)
+        code = await asyncio.to_thread(_spawn, argv, log)
+        if code not in (0, ANOTHER_SERVES):
+            text = await asyncio.to_thread(_tail, log)
+            raise NodeError(f"the holder ended with {code}: {text}", reason="holder")
         end = asyncio.get_running_loop().time() + START_TIMEOUT
         while not await self.connect():
-            if (code := process.poll()) is not None and code != 3:  # 3: another one was faster
-                text = await asyncio.to_thread(_tail, log)
-                raise NodeError(f"the holder ended with {code}: {text}", reason="holder")
             if asyncio.get_running_loop().time() > end:
-                process.kill()
                 raise NodeError(f"the holder did not serve within {START_TIMEOUT} s", reason="holder")
             await asyncio.sleep(_POLL)
 
@@ -116,11 +116,12 @@ class HolderClient:
         if self._outbox or not self._try_send(data, fds):
             # The kernel's queue is full: the copies keep the descriptors alive until it is this message's turn.
             self._outbox.append((data, tuple(os.dup(fd) for fd in fds)))
-            assert self._sock is not None and self._loop is not None
-            self._loop.add_writer(self._sock.fileno(), self._writable)
+            if self._sock is not None and self._loop is not None:
+                self._loop.add_writer(self._sock.fileno(), self._writable)
 
     def _try_send(self, data: bytes, fds: tuple[int, ...]) -> bool:
-        assert self._sock is not None
+        if self._sock is None:
+            raise Unavailable("the holder is gone", reason="holder")
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
         try:
             self._sock.sendmsg([data], rights)
@@ -170,13 +171,16 @@ class HolderClient:
         self._on_lost()
 
 
-def _spawn(argv: Sequence[str], log: str) -> subprocess.Popen[bytes]:
-    """A process of its own session, with nothing of our environment but what it needs."""
+def _spawn(argv: Sequence[str], log: str) -> int:
+    """A process of its own session, with nothing of our environment but what it needs; it returns when its detached child serves."""
     root = str(Path(__file__).resolve().parents[2])
     env = {name: os.environ[name] for name in ("PATH", "DSEC_DISABLE", "LD_LIBRARY_PATH") if name in os.environ}
     env["PYTHONPATH"] = root
     with open(log, "ab") as out:
-        return subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True, cwd="/", env=env)
+        done = subprocess.run(
+            argv, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True, cwd="/", env=env, timeout=START_TIMEOUT, check=False
+        )
+    return done.returncode
 
 
 def _tail(path: str) -> str:

@@ -106,7 +106,7 @@ class Node(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 def make_plan(
     spec: SandboxSpec,
     *,
-    id: SandboxId,
+    id: SandboxId,  # noqa: A002 - it is what everything else calls it
     slot: int,
     refs: Sequence[LayerRef],
     node: Node,
@@ -218,12 +218,20 @@ def _check(spec: SandboxSpec, node: Node) -> None:
     if spec.network.mode != "none" or spec.network.rules:
         asked = spec.network.mode if spec.network.mode != "none" else spec.network.rules
         raise Unsupported(
-            "network access is not enforced yet, so it is not given", field="network", value=asked, fix='use network="none"', reason="network"
+            "network access is not enforced yet, so it is not given",
+            field="network",
+            value=asked,
+            fix='use network="none"',
+            reason="network",
         )
     if spec.devices:
-        raise Unsupported("devices cannot be passed to a container yet", field="devices", value=spec.devices, fix="leave it out", reason="devices")
+        raise Unsupported(
+            "devices cannot be passed to a container yet", field="devices", value=spec.devices, fix="leave it out", reason="devices"
+        )
     if spec.hostname and (len(spec.hostname) > 64 or not _HOSTNAME.fullmatch(spec.hostname)):
-        raise InvalidRequest("not a host name", field="hostname", value=spec.hostname, fix="use letters, digits, dots and inner dashes, 64 at most")
+        raise InvalidRequest(
+            "not a host name", field="hostname", value=spec.hostname, fix="use letters, digits, dots and inner dashes, 64 at most"
+        )
     check_env(spec.env)
     check_user(spec.user)
     check_path(spec.workdir, "workdir")
@@ -236,10 +244,14 @@ def _disk_mode(spec: SandboxSpec, node: Node, degraded: list[str]) -> str:
     elif asked not in ("tmpfs", "loop", "dir"):
         raise InvalidRequest("not a disk mode", field="disk_mode", value=asked, fix="use auto, tmpfs, loop or dir")
     elif asked not in node.disk_modes:
-        raise Unsupported("this node has no such disk mode", field="disk_mode", value=asked, fix=f"use {' or '.join(node.disk_modes)}", reason="disk")
+        raise Unsupported(
+            "this node has no such disk mode", field="disk_mode", value=asked, fix=f"use {' or '.join(node.disk_modes)}", reason="disk"
+        )
     if asked == "dir":
         if not spec.best_effort and spec.disk_mode != "dir":
-            raise Unsupported("this node cannot limit a sandbox's disk", field="resources.disk", fix="set best_effort to accept it", reason="disk")
+            raise Unsupported(
+                "this node cannot limit a sandbox's disk", field="resources.disk", fix="set best_effort to accept it", reason="disk"
+            )
         degraded.append("disk: a plain directory has no limit")
     return asked
 

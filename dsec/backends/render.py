@@ -49,7 +49,8 @@ def render(
         "hostname": plan.hostname,
         "root": {"path": root, "readonly": False},
         "mounts": [
-            {"destination": mount.target, "type": mount.fstype, "source": mount.source, "options": list(mount.options)} for mount in plan.mounts
+            {"destination": mount.target, "type": mount.fstype, "source": mount.source, "options": list(mount.options)}
+            for mount in plan.mounts
         ],
         "process": {
             "terminal": False,
@@ -59,7 +60,7 @@ def render(
             "env": [f"{name}={value}" for name, value in plan.env.items()],
             "noNewPrivileges": True,
             "oomScoreAdj": OOM_SCORE_ADJ,
-            "capabilities": {name: capabilities for name in ("bounding", "effective", "permitted")},
+            "capabilities": dict.fromkeys(("bounding", "effective", "permitted"), capabilities),
             "rlimits": [
                 {"type": "RLIMIT_NOFILE", "soft": nofile[0], "hard": nofile[1]},
                 {"type": "RLIMIT_CORE", "soft": 0, "hard": 0},

@@ -25,6 +25,10 @@ from dsec.errors import NodeError, Unsupported
 
 PERIOD_US = 100_000
 NEEDED = ("cpu", "cpuacct", "memory", "pids", "freezer")
+# Pages of shared layers stay charged to the group that read them first and keep it as a dead one after its removal. Dead groups
+# slow every shrinker walk, but emptying a group (v1 memory.force_empty) takes 100 ms and drops cache that neighbours use: it
+# is done only where this many have gathered.
+MANY_GROUPS = 2000
 PID_RESERVE = 4096  # process ids that sandboxes never get, so that the node stays usable
 
 
@@ -48,7 +52,7 @@ class GroupUsage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Hierarchy(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the controllers are. ``roots`` maps each to its mount point; on v2 all are the same. ``unified`` is the cgroup2 mount, if any."""
+    """Where the controllers are. ``roots`` maps each to its mount point (one on v2); ``unified`` is the cgroup2 mount, if any."""
 
     version: int
     roots: dict[str, str]
@@ -133,6 +137,7 @@ class Cgroups:
         self.hierarchy = hierarchy or detect()
         self.parent = parent
         self.version = self.hierarchy.version
+        self._live = 0
 
     def open(self) -> None:
         """Make the parent groups. Raises `Unsupported` where memory or pids cannot be limited."""
@@ -173,6 +178,7 @@ class Cgroups:
             with contextlib.suppress(NodeError):
                 self.destroy(name, timeout=1.0)
             raise NodeError(f"cgroup {self.parent}/{name}: {error}", reason="cgroup") from error
+        self._live += 1
         return tuple(f"{root}/{self.parent}/{name}/cgroup.procs" for root in self._mounts())
 
     def update(self, name: str, limits: Limits) -> None:
@@ -274,11 +280,11 @@ class Cgroups:
         end = time.monotonic() + timeout
         for root in self._mounts():
             path = f"{root}/{self.parent}/{name}"
-            if root == self.hierarchy.roots.get("memory") and self.version == 1:
-                # Pages that are charged to a removed group keep it as a dead one, which slows every later shrinker walk.
+            if root == self.hierarchy.roots.get("memory") and self.version == 1 and _memory_groups() > MANY_GROUPS + 2 * self._live:
                 with contextlib.suppress(OSError):
                     _write(f"{path}/memory.force_empty", "0")
             _remove_tree(path, end)
+        self._live = max(0, self._live - 1)
 
     def close(self) -> None:
         """Remove the parent groups where nothing lives below them."""
@@ -290,7 +296,9 @@ class Cgroups:
 
     def _mounts(self) -> Iterator[str]:
         # The memory group is joined last: what the joining itself allocates stays with whoever launches.
-        seen = dict.fromkeys(self.hierarchy.roots[name] for name in ("pids", "freezer", "cpu", "cpuacct", "memory") if name in self.hierarchy.roots)
+        seen = dict.fromkeys(
+            self.hierarchy.roots[name] for name in ("pids", "freezer", "cpu", "cpuacct", "memory") if name in self.hierarchy.roots
+        )
         yield from seen
 
     def _path(self, controller: str, name: str) -> str:
@@ -331,6 +339,12 @@ def _remove_tree(path: str, end: float) -> None:
             if time.monotonic() > end:
                 raise NodeError(f"{path}: processes are still in it", reason="cgroup") from error
             time.sleep(0.002)
+
+
+def _memory_groups() -> int:
+    """Memory groups that the kernel holds, dead ones included (v1)."""
+    with open("/proc/cgroups") as file:
+        return next((int(line.split()[2]) for line in file if line.startswith("memory\t")), 0)
 
 
 def _write(path: str, text: str) -> None:

@@ -13,8 +13,8 @@ import errno
 import functools
 import hashlib
 import json
-import struct
 import platform
+import struct
 import sys
 from collections.abc import Mapping
 from importlib import resources
@@ -42,8 +42,8 @@ DENIED: Mapping[str, tuple[str, ...]] = {
         *("open_tree_attr", "mount_setattr", "setns", "unshare", "listns"),
     ),
     "large kernel interfaces with a history of faults": (
-        *("bpf", "perf_event_open", "userfaultfd", "io_uring_setup", "io_uring_enter", "io_uring_register", "fanotify_init", "fanotify_mark"),
-        *("uprobe", "uretprobe", "kcmp", "lookup_dcookie", "uselib", "vm86", "vm86old", "ustat", "sysfs", "_sysctl"),
+        *("bpf", "perf_event_open", "userfaultfd", "io_uring_setup", "io_uring_enter", "io_uring_register", "fanotify_init"),
+        *("fanotify_mark", "uprobe", "uretprobe", "kcmp", "lookup_dcookie", "uselib", "vm86", "vm86old", "ustat", "sysfs", "_sysctl"),
     ),
     "key rings are not part of any namespace": ("keyctl", "add_key", "request_key"),
     "other processes' descriptors and handles to files outside the root": ("pidfd_getfd", "open_by_handle_at"),
@@ -52,7 +52,9 @@ DENIED: Mapping[str, tuple[str, ...]] = {
         *("get_kernel_syms", "nfsservctl", "swapon", "swapoff", "reboot", "acct", "quotactl", "quotactl_fd", "syslog", "vhangup"),
         *("settimeofday", "stime", "clock_settime", "clock_settime64", "iopl", "ioperm", "sethostname", "setdomainname", "bdflush"),
     ),
-    "memory placement affects neighbours": ("mbind", "set_mempolicy", "set_mempolicy_home_node", "get_mempolicy", "move_pages", "migrate_pages"),
+    "memory placement affects neighbours": (
+        *("mbind", "set_mempolicy", "set_mempolicy_home_node", "get_mempolicy", "move_pages", "migrate_pages"),
+    ),
     "never implemented, or long gone": (
         *("afs_syscall", "break", "epoll_ctl_old", "epoll_wait_old", "ftime", "getpmsg", "gtty", "idle", "lock", "mpx", "prof", "profil"),
         *("putpmsg", "security", "stty", "tuxcall", "ulimit", "vserver"),
@@ -111,7 +113,7 @@ def available() -> bool:
 def compiled(profile: Profile, machine: str = "") -> bytes:
     """The program for a node of architecture ``machine`` (default: this one): 8 bytes an instruction."""
     arches = _NATIVE[machine or _machine()]
-    body: list[bytes] = [_RET(KILL)]
+    body: list[bytes] = [_ret(KILL)]
     for arch in reversed(arches):
         tree = [_load(0), *_tree(_ranges(profile, arch))]
         body = [*_branch("eq", _AUDIT[arch], tree, body)]
@@ -175,7 +177,7 @@ def run(program: bytes, arch: str, nr: int, args: tuple[int, ...] = ()) -> int:
 _JUMPS = {"eq": 0x15, "ge": 0x35, "set": 0x45}
 
 
-def _RET(value: int) -> bytes:
+def _ret(value: int) -> bytes:
     return struct.pack("=HBBI", 0x06, 0, 0, value)
 
 
@@ -205,7 +207,7 @@ def _ranges(profile: Profile, arch: str) -> list[tuple[int, tuple[bytes, ...]]]:
     for name, row in numbers().items():
         if row[column] >= 0:
             actions[row[column]] = tuple(_action(profile, name))
-    unknown = (_RET(ENOSYS),)
+    unknown = (_ret(ENOSYS),)
     ranges: list[tuple[int, tuple[bytes, ...]]] = []
     for number in range(max(actions) + 2):
         action = actions.get(number, unknown)
@@ -216,21 +218,21 @@ def _ranges(profile: Profile, arch: str) -> list[tuple[int, tuple[bytes, ...]]]:
 
 def _action(profile: Profile, name: str) -> list[bytes]:
     if name in profile.denied:
-        return [_RET(EPERM)]
+        return [_ret(EPERM)]
     if name in NOT_FILTERABLE:
-        return [_RET(ENOSYS)]
+        return [_ret(ENOSYS)]
     if profile.arguments:
         low = 16 if sys.byteorder == "little" else 20  # the low half of the first argument
         if name == "clone":
-            return [_load(low), *_branch("set", NAMESPACES, [_RET(EPERM)], [_RET(ALLOW)])]
+            return [_load(low), *_branch("set", NAMESPACES, [_ret(EPERM)], [_ret(ALLOW)])]
         if name == "socket":
-            return [_load(low), *_any_of(FAMILIES, [_RET(ALLOW)], [_RET(EPERM)])]
+            return [_load(low), *_any_of(FAMILIES, [_ret(ALLOW)], [_ret(EPERM)])]
         if name == "personality":
-            return [_load(low), *_any_of(PERSONALITIES, [_RET(ALLOW)], [_RET(EPERM)])]
+            return [_load(low), *_any_of(PERSONALITIES, [_ret(ALLOW)], [_ret(EPERM)])]
         if name == "ioctl":
-            loose = [_and(0xFFFF), *_any_of(tuple(IOCTLS), [_RET(EPERM)], [_RET(ALLOW)])]
-            return [_load(low + 8), *_any_of(tuple(IOCTLS_EXACT), [_RET(EPERM)], loose)]
-    return [_RET(ALLOW)]
+            loose = [_and(0xFFFF), *_any_of(tuple(IOCTLS), [_ret(EPERM)], [_ret(ALLOW)])]
+            return [_load(low + 8), *_any_of(tuple(IOCTLS_EXACT), [_ret(EPERM)], loose)]
+    return [_ret(ALLOW)]
 
 
 def _any_of(values: tuple[int, ...], yes: list[bytes], no: list[bytes]) -> list[bytes]:

@@ -1,0 +1,150 @@
+"""A backend in memory: sandboxes that cost nothing, for placement at scale and for logic tests, with faults on demand.
+
+It keeps the contract of `dsec.backends.base` and runs its suite. Commands are a handful of words that it understands itself
+(`fake_guest`); nothing is isolated and nothing is executed on the node.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+
+import msgspec
+
+from dsec.backends.base import Capabilities, LaunchPlan, Undone
+from dsec.backends.fake_guest import FakeGuest, FakeLink
+from dsec.backends.plan import Node
+from dsec.errors import NodeError, NotFound
+from dsec.model import Exit, ExitReason, Usage
+
+
+class Faults(msgspec.Struct, kw_only=True):
+    """What goes wrong, and how slowly what goes right goes. Times in seconds; may be changed while sandboxes live."""
+
+    seed: int = 0
+    prepare_delay: float = 0.0
+    launch_delay: float = 0.0
+    launch_jitter: float = 0.0  # up to this much more
+    launch_fail_rate: float = 0.0
+    die_after: float = 0.0  # 0 = never
+    die_oom: bool = False
+    stop_delay: float = 0.0
+    stop_failures: int = 0  # so many stops fail first
+    pause_fails: bool = False
+    unknown_layers: frozenset[str] = frozenset()  # digests that `prepare` does not find
+
+
+class FakeNode:
+    """What outlives a `FakeBackend`, as a kernel outlives an Edge: give the same one to the next backend to test adoption."""
+
+    def __init__(self) -> None:
+        self.guests: dict[str, FakeGuest] = {}
+
+
+class FakeInstance:
+    """One sandbox in memory."""
+
+    __slots__ = ("_backend", "_link", "guest", "id", "plan")
+
+    def __init__(self, backend: FakeBackend, plan: LaunchPlan, guest: FakeGuest) -> None:
+        self.id = plan.id
+        self.plan = plan
+        self.guest = guest
+        self._backend = backend
+        self._link: FakeLink | None = None
+
+    @property
+    def link(self) -> FakeLink:
+        if self._link is None:
+            self._link = FakeLink(self.guest, self._backend.generation)
+        return self._link
+
+    async def wait(self) -> Exit:
+        return await asyncio.shield(self.guest.gone())
+
+    async def pause(self) -> None:
+        if self._backend.faults.pause_fails:
+            raise Undone("the fake was told to fail", sandbox=self.id)
+        self.guest.frozen = True
+
+    async def resume(self) -> None:
+        self.guest.thaw()
+
+    async def usage(self) -> Usage:
+        return self.guest.usage()
+
+    async def stop(self, grace: float = 0.0) -> None:  # noqa: ARG002 - nothing in here needs time to end
+        faults = self._backend.faults
+        if faults.stop_delay:
+            await asyncio.sleep(faults.stop_delay)
+        if faults.stop_failures > 0:
+            faults.stop_failures -= 1
+            raise NodeError("the fake was told to fail", sandbox=self.id, reason="fault")
+        self._backend.free(self.plan.ulid, Exit(reason=ExitReason.REQUESTED, wall_ts=time.time()))
+
+
+class FakeBackend:
+    """Implements `dsec.backends.base.Backend` in memory. A launch without delays is one dict entry and two objects."""
+
+    def __init__(self, faults: Faults | None = None, *, edge: str = "fake", node: FakeNode | None = None, generation: int = 1) -> None:
+        self.faults = faults or Faults()
+        self.capabilities = Capabilities(name="fake", pause=True, tty=True)
+        self.node = Node(edge=edge, state_dir="/nonexistent", backends=("fake",), userns=True)
+        self.generation = generation
+        self.world = node or FakeNode()
+        self._random = random.Random(self.faults.seed)
+
+    async def open(self) -> None:
+        return None
+
+    async def prepare(self, plan: LaunchPlan) -> None:
+        if self.faults.prepare_delay:
+            await asyncio.sleep(self.faults.prepare_delay)
+        for layer in plan.lowers:
+            if layer.digest in self.faults.unknown_layers:
+                raise NotFound("no such layer", field="layer", value=layer.name)
+
+    async def launch(self, plan: LaunchPlan) -> FakeInstance:
+        faults = self.faults
+        if plan.ulid in self.world.guests:
+            raise Undone(f"{plan.ulid} is here already", sandbox=plan.id, retryable=False)
+        guest = self.world.guests[plan.ulid] = FakeGuest(plan)
+        try:
+            if faults.launch_delay or faults.launch_jitter:
+                await asyncio.sleep(faults.launch_delay + faults.launch_jitter * self._random.random())
+            if faults.launch_fail_rate and self._random.random() < faults.launch_fail_rate:
+                raise Undone("launch failed: the fake was told to fail", sandbox=plan.id, reason="fault")
+        except BaseException:
+            self.world.guests.pop(plan.ulid, None)
+            raise
+        if faults.die_after:
+            reason = ExitReason.OOM if faults.die_oom else ExitReason.EXITED
+            ending = Exit(reason=reason, signal=9 if faults.die_oom else None, exit_code=None if faults.die_oom else 1)
+            asyncio.get_running_loop().call_later(faults.die_after, guest.end, ending)
+        return FakeInstance(self, plan, guest)
+
+    async def adopt(self, plan: LaunchPlan) -> FakeInstance | None:
+        guest = self.world.guests.get(plan.ulid)
+        return FakeInstance(self, plan, guest) if guest is not None and guest.exit is None else None
+
+    async def last_exit(self, ulid: str) -> Exit | None:
+        guest = self.world.guests.get(ulid)
+        return guest.exit if guest is not None else None
+
+    async def reap(self, known: frozenset[str]) -> tuple[str, ...]:
+        strays = tuple(sorted(self.world.guests.keys() - known))
+        for ulid in strays:
+            self.free(ulid, Exit(reason=ExitReason.REQUESTED, wall_ts=time.time()))
+        return strays
+
+    async def close(self) -> None:
+        return None
+
+    async def shutdown(self) -> None:
+        return None
+
+    def free(self, ulid: str, ending: Exit) -> None:
+        guest = self.world.guests.pop(ulid, None)
+        if guest is not None:
+            guest.end(ending)

@@ -1,0 +1,171 @@
+"""A small base layer made of this machine's own programs, and backends on private state directories."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from dsec.backends.base import LaunchPlan
+from dsec.backends.plan import Node, make_plan
+from dsec.layers.mounts import LayerMount
+from dsec.model import MIB, LayerRef, Resources, SandboxId, SandboxSpec, new_ulid
+
+PROGRAMS = (
+    *("sh", "bash", "cat", "ls", "echo", "sleep", "head", "tail", "dd", "true", "false", "env", "id", "mkdir", "rm", "ln", "mv", "cp", "chmod"),
+    *("mount", "umount", "mknod", "ps", "stat", "sync", "touch", "wc", "yes", "seq", "setsid", "nohup", "grep", "sed", "python3", "stty", "tr"),
+)
+SMALL = Resources(memory=96 * MIB, disk=32 * MIB, inodes=4096, pids=64)
+BASE = LayerRef(name="small", digest="sha256:" + "5" * 64)
+
+
+def _libraries(binary: str) -> set[str]:
+    out = subprocess.run(["ldd", binary], capture_output=True, text=True, check=False).stdout
+    return set(re.findall(r"(/\S+\.so\S*)", out))
+
+
+def build_small_base(root: Path) -> None:
+    """A directory with a shell, the core tools and Python, copied from this machine with the libraries that they need."""
+    for name in ("bin", "proc", "dev", "sys", "tmp", "root", "etc", "home/user", "usr/lib"):
+        (root / name).mkdir(parents=True)
+    (root / "tmp").chmod(0o1777)
+    needed: set[str] = set()
+    for program in PROGRAMS:
+        source = shutil.which(program, path="/usr/bin:/bin:/usr/sbin:/sbin")
+        if source is None:
+            continue
+        shutil.copy2(os.path.realpath(source), root / "bin" / program)
+        needed |= _libraries(source)
+    version = os.path.basename(os.path.realpath("/usr/bin/python3"))
+    library = root / "usr" / "lib" / version
+    skip = shutil.ignore_patterns("test", "idlelib", "tkinter", "ensurepip", "lib2to3", "config-*", "*.pyc", "dist-packages")
+    shutil.copytree(f"/usr/lib/{version}", library, ignore=skip, symlinks=True, ignore_dangling_symlinks=True)
+    (root / "usr" / "bin").symlink_to("../bin")
+    for extension in library.glob("lib-dynload/*.so"):
+        needed |= _libraries(str(extension))
+    for path in needed:
+        target = root / path.lstrip("/")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(os.path.realpath(path), target)
+    (root / "etc" / "passwd").write_text("root:x:0:0:root:/root:/bin/sh\nuser:x:1000:1000::/home/user:/bin/sh\n")
+    (root / "etc" / "group").write_text("root:x:0:\nuser:x:1000:\n")
+    os.chown(root / "home/user", 1000, 1000)
+
+
+@pytest.fixture(scope="session")
+def small_base(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LayerMount]:
+    """The base as an EROFS image where it can be mounted from its file, else as a directory."""
+    place = tmp_path_factory.mktemp("base")
+    build_small_base(place / "tree")
+    image = place / "base.erofs"
+    made = shutil.which("mkfs.erofs") and subprocess.run(["mkfs.erofs", "-Enoinline_data", str(image), str(place / "tree")], capture_output=True, check=False)
+    disabled = os.environ.get("DSEC_DISABLE", "")
+    if made and made.returncode == 0 and "erofs_file" not in disabled:
+        shutil.rmtree(place / "tree")
+        yield LayerMount(kind="erofs_file", source=str(image))
+    else:
+        yield LayerMount(kind="dir", source=str(place / "tree"))
+    shutil.rmtree(place, ignore_errors=True)
+
+
+class OneLayer:
+    """A layer store that has one layer."""
+
+    def __init__(self, mount: LayerMount) -> None:
+        self.mount = mount
+
+    async def mount_plan(self, digest: str) -> LayerMount:
+        if digest != BASE.digest:
+            from dsec.errors import NotFound
+
+            raise NotFound("no such layer", field="layer", value=digest)
+        return self.mount
+
+
+class Yard:
+    """One node for one test: makes backends on it, plans for it, and frees everything at the end."""
+
+    def __init__(self, kind: str, edge: str, state: Path, mount: LayerMount | None) -> None:
+        self.kind, self.edge, self.state, self.mount = kind, edge, state, mount
+        self.backends: list[Any] = []
+        self.generations = itertools.count(1)
+        self.slots = itertools.count()
+        self.world: Any = None
+
+    async def backend(self, **options: Any) -> Any:
+        """The next Edge's backend on this node."""
+        made: Any
+        if self.kind == "fake":
+            from dsec.backends.fake import FakeBackend, FakeNode
+
+            self.world = self.world or FakeNode()
+            made = FakeBackend(node=self.world, edge=self.edge, generation=next(self.generations))
+        else:
+            from dsec.backends.container import ContainerBackend, Options
+
+            assert self.mount is not None
+            options = {"holder_linger": 1.0, "cgroup_root": f"dsec-{self.edge}", **options}
+            made = ContainerBackend(
+                Options(edge=self.edge, state_dir=str(self.state), generation=next(self.generations), **options), OneLayer(self.mount)
+            )
+        await made.open()
+        self.backends.append(made)
+        return made
+
+    def plan(self, node: Node, **fields: Any) -> LaunchPlan:
+        spec = SandboxSpec(image="small", backend=self.kind, **{"resources": SMALL, **fields})
+        return make_plan(spec, id=SandboxId(self.edge, new_ulid()), slot=next(self.slots), refs=[BASE], node=node)
+
+    async def close(self) -> None:
+        for backend in self.backends:
+            if not getattr(backend, "_closed", False):
+                await backend.reap(frozenset())
+                for instance in list(getattr(backend, "_instances", {}).values()):
+                    await instance.stop()
+                await backend.shutdown()
+
+
+MakeYard = Callable[[str], Yard]
+
+
+@pytest_asyncio.fixture
+async def make_yard(edge_name: str, state_dir: Path, request: pytest.FixtureRequest) -> AsyncIterator[MakeYard]:
+    yards: list[Yard] = []
+
+    def make(kind: str) -> Yard:
+        mount = request.getfixturevalue("small_base") if kind == "container" else None
+        yards.append(Yard(kind, edge_name, state_dir, mount))
+        return yards[-1]
+
+    yield make
+    for yard in yards:
+        await yard.close()
+
+
+@pytest_asyncio.fixture
+async def yard(make_yard: MakeYard) -> Yard:
+    """A node with real containers."""
+    if os.geteuid() != 0:
+        pytest.skip("containers need root")
+    return make_yard("container")
+
+
+async def sh(instance: Any, text: str, timeout: float = 20.0, **fields: Any) -> tuple[int | None, str, str]:
+    """Run a shell command to its end: exit code, stdout, stderr."""
+    from dsec.model import ExecSpec
+
+    op = os.urandom(16).hex()
+    await instance.link.start(op, ExecSpec(argv=("/bin/sh", "-c", text), **fields))
+    status = await instance.link.wait(op, timeout)
+    assert not status.running, f"{text!r} still runs after {timeout} s"
+    return status.exit_code, status.stdout.data().decode(errors="replace"), status.stderr.data().decode(errors="replace")
+
+
