@@ -285,7 +285,7 @@ class EventReader:
         self.follow = follow
         self.stream = stream
         self._since = since
-        self._sequence = 0
+        self._sequence: int | None = None  # of the stream: the last one seen, or the one to begin after
         self._pending: int | None = None
         self._ordered = 0
         self._consumer = ""
@@ -350,7 +350,7 @@ class EventReader:
             "mem_storage": True,
             "num_replicas": 1,
         }
-        if self._sequence:
+        if self._sequence is not None:
             config |= {"deliver_policy": "by_start_sequence", "opt_start_seq": self._sequence + 1}
         elif self._since is None:
             config["deliver_policy"] = "new"
@@ -363,7 +363,7 @@ class EventReader:
         answer = await ask(self.bus, f"CONSUMER.CREATE.{self.stream}.{name}", {"stream_name": self.stream, "config": config})
         self._consumer = name
         self._pending = int(answer.get("num_pending", 0))
-        if self._since is None and not self._sequence:
+        if self._since is None and self._sequence is None:
             # From here on "new" is a number, so that nothing is missed when the consumer has to be made again.
             self._sequence = int((answer.get("delivered") or {}).get("stream_seq", 0))
 
@@ -404,7 +404,7 @@ class EventReader:
     def _take(self, msg: Msg) -> None:
         tokens = msg.reply.split(".")  # $JS.ACK.<stream>.<consumer>.<delivered>.<stream seq>.<consumer seq>.<time>.<pending>
         sequence = int(tokens[-4])
-        if sequence <= self._sequence:  # left over from a consumer before this one
+        if self._sequence is not None and sequence <= self._sequence:  # left over from a consumer before this one
             return
         self._sequence = sequence
         self._pending = int(tokens[-1])

@@ -159,10 +159,12 @@ async def test_long_outage_fills_the_buffer_with_an_error(nats_server: NatsServe
     nats_server.kill()
     await asyncio.sleep(0.1)
     sent = 0
-    with pytest.raises(errors.Unavailable):
+    try:
         for _ in range(10_000):
             client.transport.post("t.x", b"x" * 1000)
             sent += 1
+    except errors.Unavailable as error:
+        assert "buffer is full" in error.message  # noqa: PT017 - the loop tells how much was taken before
     assert 1500 < sent < 2200
     got: list[bytes] = []
     await nats_server.start()

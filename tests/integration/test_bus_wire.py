@@ -10,6 +10,7 @@ import pytest
 
 from dsec import errors
 from dsec.bus import Bus, Context, Route, Verb, codec, subjects
+from dsec.bus.call import raise_error
 from dsec.bus.messages import Empty, LeaseAck, LeaseRenew
 from dsec.bus.server import NatsServer
 from tests.fixtures_bus import Opener
@@ -126,9 +127,7 @@ async def test_a_deadline_that_has_passed_is_not_run(nats_server: NatsServer, op
     assert seen[0] is not None
     assert 0.1 < seen[0] <= 0.25
     assert seen[1:] == [None, None, None]
+    late = await client.transport.request(subjects.edge("main", "n1", "v"), b"\x80", timeout=5, headers={"Dsec-Deadline-Ms": "0"})
     with pytest.raises(errors.DeadlineExceeded):
-        msg = await client.transport.request(subjects.edge("main", "n1", "v"), b"\x80", timeout=5, headers={"Dsec-Deadline-Ms": "0"})
-        from dsec.bus.call import raise_error
-
-        raise_error(msg)
+        raise_error(late)
     assert len(seen) == 4
