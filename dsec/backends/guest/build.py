@@ -30,7 +30,11 @@ PROGRAMS: dict[str, str] = {
     "aether": "src",
     "launcher": "../launcher",
 }
-FLAGS = ("-std=gnu11", "-Os", "-static", "-s", "-Wall", "-Wextra", "-Werror", "-fno-asynchronous-unwind-tables", "-ffunction-sections", "-Wl,--gc-sections")
+FLAGS = (
+    *("-std=gnu11", "-Os", "-static", "-s"),
+    *("-Wall", "-Wextra", "-Werror"),
+    *("-fno-asynchronous-unwind-tables", "-ffunction-sections", "-Wl,--gc-sections"),
+)
 
 
 class BuildError(RuntimeError):
@@ -135,7 +139,7 @@ def main(argv: list[str] | None = None) -> int:
     for program in [args.program] if args.program else available():
         for arch in arches:
             path = ensure(arch, program)
-            print(f"{path} {path.stat().st_size} bytes")
+            sys.stdout.write(f"{path} {path.stat().st_size} bytes\n")
     return 0
 
 

@@ -76,7 +76,7 @@ class Channel(asyncio.BufferedProtocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
 
-    def get_buffer(self, sizehint: int) -> memoryview:
+    def get_buffer(self, sizehint: int) -> memoryview:  # noqa: ARG002 - the protocol's signature
         return self._view[self._filled :]
 
     def buffer_updated(self, nbytes: int) -> None:
@@ -89,7 +89,7 @@ class Channel(asyncio.BufferedProtocol):
     def eof_received(self) -> None:
         self.close()
 
-    def connection_lost(self, exc: Exception | None) -> None:
+    def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 - the protocol's signature
         self._end()
 
     def _end(self) -> None:
@@ -145,7 +145,12 @@ class Channel(asyncio.BufferedProtocol):
 
 async def _readable(loop: asyncio.AbstractEventLoop, sock: socket.socket) -> None:
     future: asyncio.Future[None] = loop.create_future()
-    loop.add_reader(sock.fileno(), lambda: future.done() or future.set_result(None))
+
+    def ready() -> None:
+        if not future.done():
+            future.set_result(None)
+
+    loop.add_reader(sock.fileno(), ready)
     try:
         await future
     finally:
@@ -194,7 +199,7 @@ async def _dial(sock: socket.socket, path: str, sandbox_id: str) -> None:
 async def open_channel(
     path: str,
     generation: int,
-    expect_pid: Callable[[], int] | None,
+    expect_pid: Callable[[], int] | int | None,
     sandbox_id: str,
     on_lost: Callable[[Channel], None],
 ) -> Channel:
@@ -221,7 +226,8 @@ async def open_channel(
             raise ChannelLost(answer)
         if kind != wire.Type.HELLO:
             raise wire.WireError("the first frame is not a HELLO")
-        if expect_pid is not None and pids != {expect_pid()}:
+        init = expect_pid() if callable(expect_pid) else expect_pid
+        if init is not None and pids != {init}:
             raise SandboxError("somebody else than the sandbox's init answered", sandbox=sandbox_id, reason="impostor")
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 0)
         _, channel = await loop.create_unix_connection(lambda: Channel(loop, on_lost), sock=sock)

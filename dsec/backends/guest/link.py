@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
-from typing import TypeVar
+from typing import TypeVar, cast
 from weakref import WeakKeyDictionary
 
 from dsec.backends.base import Chunk
@@ -68,7 +68,7 @@ class _Result:
                 value = wire.Done(value.status, tuple(b"".join(p) + v for p, v in zip(self.parts, value.parts, strict=True)))  # type: ignore[arg-type]
             self._set(value)
         elif kind == wire.Type.CAPTURE:
-            index, data = value  # type: ignore[misc]
+            index, data = cast(tuple[int, bytes], value)
             self.parts[index].append(data)
             return False
         elif isinstance(value, wire.Error) or value is None:
@@ -161,7 +161,7 @@ class Link:
         path: str,
         *,
         generation: int,
-        expect_pid: Callable[[], int] | None = None,
+        expect_pid: Callable[[], int] | int | None = None,
         idle_seconds: float = 30.0,
         sandbox_id: str = "",
         request_timeout: float = 30.0,
@@ -187,7 +187,7 @@ class Link:
             | (wire.Start.BACKGROUND if spec.background else wire.Start.NOTIFY)
             | (wire.Start.STREAM if spec.stream else 0)
         )
-        with _named(self.sandbox_id):
+        with _OwnFrames(self.sandbox_id):
             body = wire.start(
                 op,
                 spec.argv,
@@ -235,7 +235,7 @@ class Link:
         for _ in range(8):
             result = self._results.get(op)
             if result is None:
-                with _named(self.sandbox_id):
+                with _OwnFrames(self.sandbox_id):
                     body = wire.op_bytes(op)
                 channel = await self._open()
                 result = _Result(asyncio.get_running_loop().create_future())
@@ -258,7 +258,7 @@ class Link:
         raise self._lost()
 
     async def output(self, op: str, offsets: tuple[int, int] = (0, 0)) -> AsyncIterator[Chunk]:
-        with _named(self.sandbox_id):
+        with _OwnFrames(self.sandbox_id):
             wire.op_bytes(op)
         at = list(offsets)
         loop = asyncio.get_running_loop()
@@ -297,18 +297,18 @@ class Link:
 
     async def input(self, op: str, offset: int, data: bytes, eof: bool = False) -> int:
         piece = data[: wire.MAX_DATA]
-        with _named(self.sandbox_id):
+        with _OwnFrames(self.sandbox_id):
             body = wire.input_(op, offset, piece, eof and len(piece) == len(data))
         value = await self._request(wire.Type.INPUT, body, {"op": op}, repeat=True)
         return int(self._expect(value, int, {}))
 
     async def signal(self, op: str, signum: int, tree: bool = True) -> None:
-        with _named(self.sandbox_id):
+        with _OwnFrames(self.sandbox_id):
             body = wire.signal(op, signum, tree)
         await self._request(wire.Type.SIGNAL, body, {"op": op, "signum": str(signum)})
 
     async def resize(self, op: str, rows: int, cols: int) -> None:
-        with _named(self.sandbox_id):
+        with _OwnFrames(self.sandbox_id):
             body = wire.resize(op, rows, cols)
         await self._request(wire.Type.RESIZE, body, {"op": op}, repeat=True)
 
@@ -316,7 +316,7 @@ class Link:
         mode = request.mode
         if request.verb == "mkdir":
             mode |= (mode & 0o444) >> 2  # a directory that may be read may be entered
-        with _named(self.sandbox_id):
+        with _OwnFrames(self.sandbox_id):
             body = wire.file(
                 request.verb,
                 request.path,
@@ -491,7 +491,7 @@ class Link:
         return Unavailable("the connection to the guest broke", sandbox=self.sandbox_id)
 
 
-class _named:
+class _OwnFrames:
     """Turns a `WireError` of our own encoding into the caller's `InvalidRequest`."""
 
     def __init__(self, sandbox_id: str) -> None:

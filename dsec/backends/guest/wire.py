@@ -9,8 +9,10 @@ A connection is a Unix stream (container) or a virtio channel (VM). All integers
 
 | type | way | body |
 |---|---|---|
-| HELLO | both | node: u16 proto, u16 proto_min, u32 features, u64 edge generation; guest: the same (highest generation seen) + u32 its pid |
-| START | -> | op, u32 flags, u32 timeout_ms (0 none), u32 head, u32 tail, u16 rows, u16 cols, text user, text cwd, u32 argc, u32 envc, texts |
+| HELLO | -> | u16 proto, u16 proto_min, u32 features, u64 edge generation |
+| HELLO | <- | the same, with the highest generation seen, then u32 its pid inside |
+| START | -> | op, u32 flags, u32 timeout_ms (0 none), u32 head, u32 tail, u16 rows, u16 cols, text user, text cwd, u32 argc, u32 envc,
+argc + envc texts |
 | STATUS | <- | status. Answers START once exec is known to have worked |
 | WAIT | -> | op. Answered at the operation's end by CAPTURE... DONE; START with NOTIFY is a START and a WAIT |
 | CAPTURE | <- | u8 stream (1, 2), u8 part (0 head, 1 tail), data: pieces of large captured output, in order |
@@ -26,7 +28,9 @@ A connection is a Unix stream (container) or a virtio channel (VM). All integers
 | RESIZE | -> | op, u16 rows, u16 cols |
 | OK | <- | empty: done (SIGNAL, RESIZE, STOP) |
 | OPS | both | ->: empty; <-: u32 n, n x status |
-| FILE | both | ->: u8 verb, u8 flags, u16 0, u32 mode, u64 offset, u32 length, text path, text target, text user, data; <-: u8 flags, u32 written, u32 n, n x stat, data |
+| FILE | -> | u8 verb, u8 flags (1 create, 2 truncate, 4 recursive), u16 0, u32 mode, u64 offset, u32 length, text path, text target,
+text user, data |
+| FILE | <- | u8 flags (1 end), u32 written, u32 n, n x stat, data |
 | ERROR | <- | u16 code, u32 errno (0 none), text field, text message |
 | STOP | -> | empty: kill everything in the pid namespace and exit |
 
@@ -120,7 +124,8 @@ class Start(enum.IntFlag):
 
 
 VERBS = {"read": 1, "write": 2, "stat": 3, "list": 4, "mkdir": 5, "remove": 6, "rename": 7}
-KINDS = {ord("f"): "file", ord("d"): "dir", ord("l"): "link", ord("p"): "fifo", ord("s"): "socket", ord("c"): "char", ord("b"): "block", ord("?"): "gone"}
+_KIND_NAMES = {"f": "file", "d": "dir", "l": "link", "p": "fifo", "s": "socket", "c": "char", "b": "block", "?": "gone"}
+KINDS = {ord(letter): name for letter, name in _KIND_NAMES.items()}
 
 
 class WireError(ValueError):
@@ -251,8 +256,8 @@ def start(
     return body
 
 
-def output(op: str, offsets: tuple[int, int], credits: tuple[int, int]) -> bytes:
-    return _OUTPUT.pack(op_bytes(op), *offsets, *credits)
+def output(op: str, offsets: tuple[int, int], credit: tuple[int, int]) -> bytes:
+    return _OUTPUT.pack(op_bytes(op), *offsets, *credit)
 
 
 def input_(op: str, offset: int, data: bytes, eof: bool) -> bytes:
