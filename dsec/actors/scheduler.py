@@ -143,7 +143,7 @@ class Scheduler:
         known = self._slices.get(key)
         if known is not None:
             if known.digest != digest:
-                raise Conflict("this burst's slice was another one before", field="burst", value=request.burst, reason="request_id_conflict")
+                raise Conflict("this id was used for another slice", field="burst", value=request.burst, reason="request_id_conflict")
             known.inbox = request.inbox
             if known.settled:
                 self._spawn(self._again(known))

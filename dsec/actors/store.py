@@ -52,7 +52,7 @@ class Record(msgspec.Struct, kw_only=True, omit_defaults=True):
     state: State = State.PENDING
     lease: str = ""
     lease_ttl_ms: int = 0
-    claimed: bool = False
+    slot: int = 0  # number that no other live sandbox of the node has
     layers: tuple[LayerRef, ...] = ()
     degraded: tuple[str, ...] = ()
     plan: bytes = b""

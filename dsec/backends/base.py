@@ -142,8 +142,11 @@ class GuestLink(Protocol):
 class Instance(Protocol):
     """One launched sandbox."""
 
-    id: str
-    link: GuestLink
+    @property
+    def id(self) -> str: ...
+
+    @property
+    def link(self) -> GuestLink: ...
 
     async def wait(self) -> Exit:
         """Returns when the sandbox's init is gone, however it went (exit code, signal, oom). May be awaited by several and cancelled."""
@@ -165,7 +168,8 @@ class Instance(Protocol):
 class Backend(Protocol):
     """One way to run sandboxes on this node."""
 
-    capabilities: Capabilities
+    @property
+    def capabilities(self) -> Capabilities: ...
 
     async def open(self) -> None:
         """Make the node ready (cgroup roots, holder process). Raises `Unsupported` with the reason when it cannot."""

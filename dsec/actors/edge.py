@@ -1,0 +1,425 @@
+"""The Edge: owns the sandboxes of one node. Admits, records, launches, watches clocks and leases, adopts after a restart.
+
+Order of a create: admission by the ledger, the record on disk, the answer to the Scheduler and the news to the caller, then the launch
+with a cap on how many start at once. Requests for one sandbox are in dsec/actors/verbs.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import heapq
+import time
+from collections import Counter, OrderedDict, deque
+from collections.abc import Coroutine, Iterable
+from typing import Any, Protocol
+
+import msgspec
+import structlog
+
+from dsec.actors import capacity, leases
+from dsec.actors.host import Host
+from dsec.actors.intake import STARTING, Intake, demand_of
+from dsec.actors.lifecycle import On, Story, adoption
+from dsec.actors.news import Reporter
+from dsec.actors.sandbox import Sandbox
+from dsec.actors.store import Record, Store
+from dsec.backends.base import Instance, LaunchPlan
+from dsec.bus import subjects
+from dsec.bus.bus import Bus
+from dsec.bus.messages import Event, Failed, Heartbeat, NodeLoad, ReadyItem
+from dsec.config import EdgeConfig
+from dsec.errors import Busy, DeadlineExceeded, DsecError, NodeError, SandboxGone
+from dsec.model import Exit, ExitReason, State
+
+log = structlog.get_logger("dsec.edge")
+_plan = msgspec.msgpack.Decoder(LaunchPlan)
+LAG_PERIOD = 0.1  # seconds between two looks at how late the loop is
+
+
+class EventSink(Protocol):
+    """Where events go; `dsec.bus.events.EventPublisher` is one."""
+
+    def post(self, *events: Event) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+class Edge:
+    """``await start()`` adopts and begins to heartbeat; dsec/actors/verbs.py serves it; ``await stop()`` ends it."""
+
+    def __init__(
+        self, control: Bus, bulk: Bus, config: EdgeConfig, name: str, store: Store, host: Host, limits: capacity.Limits, events: EventSink
+    ) -> None:
+        self.bus, self.bulk, self.config, self.name, self.store, self.host, self.events = control, bulk, config, name, store, host, events
+        self.ledger = capacity.Ledger(limits)
+        self.leases = leases.Leases(config.unclaimed_ms / 1000)
+        self.reporter = Reporter(control, name, config.coalesce_ms / 1000)
+        self.sandboxes: dict[str, Sandbox] = {}  # live ones by ulid
+        self.ended: OrderedDict[str, tuple[Record, Story]] = OrderedDict()  # oldest end first
+        self.requests: dict[tuple[str, str, str, int], str] = {}  # (principal, project, burst, index) -> ulid
+        self.owners: Counter[str] = Counter()  # live sandboxes by principal
+        self.alone: Counter[str] = Counter()  # of those, the ones with isolation="user"
+        self.draining = False
+        self.adopting = True
+        self.stopping = False
+        self.intake = Intake(self)
+        self._clock: list[tuple[float, str]] = []
+        self.room: deque[asyncio.Future[None]] = deque()  # resumes that wait for capacity
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._beats = 0
+        self._events = 0
+        self._lag = 0.0
+        self.lags: deque[float] = deque(maxlen=6_000)  # seconds; read by benchmarks
+
+    # ------------------------------------------------------------------ start
+    async def start(self, records: Iterable[Record], fenced: bool = False) -> None:
+        """Take up what the records name. ``fenced``: this node was declared lost, so nothing is adopted, all is freed."""
+        self.bus.events.listeners.append(self._on_bus)
+        self.spawn(self._beat())
+        self.spawn(self._measure_lag())
+        await self._adopt(list(records), fenced)
+        self.adopting = False
+        gc.collect()
+        gc.freeze()  # adopted sandboxes live long: later collections need not walk them
+        self.spawn(self._sweep())
+        self.beat()
+
+    async def _adopt(self, records: list[Record], fenced: bool) -> None:
+        now = time.monotonic()
+        live = []
+        for record in records:
+            self.requests[record.principal, record.project, record.burst, record.index] = record.ulid
+            self.intake.slots.taken(record.slot)
+            if record.state is State.STOPPED:
+                self.ended[record.ulid] = (record, Story(lines=[f"ended: {record.exit}"]))
+            else:
+                live.append(record)
+        self.ended = OrderedDict(sorted(self.ended.items(), key=lambda item: item[1][0].ended_ts))
+        survivors: dict[str, Instance] = {}
+        for at in range(0, len(live), 16):
+            part = live[at : at + 16]
+            found = await asyncio.gather(*(self._find(record) for record in part)) if not fenced else [None] * len(part)
+            survivors |= {record.ulid: instance for record, instance in zip(part, found, strict=True) if instance is not None}
+            await asyncio.sleep(0)  # heartbeats between the slices
+        for name, backend in self.host.backends.items():
+            freed = await backend.reap(frozenset(survivors))
+            if freed:
+                log.info("edge.reaped", backend=name, count=len(freed))
+        for record in live:
+            self._take_up(record, survivors.get(record.ulid), fenced, now)
+        log.info("edge.adopted", alive=len(survivors), ended=len(live) - len(survivors), remembered=len(self.ended))
+
+    async def _find(self, record: Record) -> Instance | None:
+        if record.state in (State.PENDING, State.CREATING, State.STOPPING) or record.spec.backend not in self.host.planners:
+            return None
+        backend = self.host.planners[record.spec.backend].backend
+        try:
+            instance = await backend.adopt(_plan.decode(record.plan))
+            if instance is not None and record.state is State.PAUSING:
+                await instance.pause()
+            elif instance is not None and record.state is State.RESUMING:
+                await instance.resume()
+        except (DsecError, OSError) as error:
+            log.error("edge.adopt_failed", sandbox=record.ulid, error=str(error))
+            return None
+        return instance
+
+    def _take_up(self, record: Record, instance: Instance | None, fenced: bool, now: float) -> None:
+        planner = self.host.planners.get(record.spec.backend) or next(iter(self.host.planners.values()))
+        sandbox = Sandbox(self, self.name, record, _plan.decode(record.plan), planner.backend, record.slot)
+        sandbox.story.add(f"adopted from {record.state} by {self.store.incarnation}")
+        self.enter(sandbox)
+        frozen = record.state in (State.PAUSED, State.PAUSING)
+        event = adoption(record.state, instance is not None, frozen)
+        how = None
+        if event is On.ADOPTED_PARTIAL:
+            sandbox.life = msgspec.structs.replace(sandbox.life, ready=record.state not in STARTING)
+            if fenced:
+                how = Exit(reason=ExitReason.NODE_LOST, detail="the node was declared lost while it was away")
+            elif record.exit is not None:
+                how = record.exit
+            elif record.state in STARTING:
+                how = Exit(reason=ExitReason.LAUNCH_FAILED, detail="the Edge restarted while it was being launched")
+            else:
+                how = Exit(reason=ExitReason.BROKEN, detail="it ended while the Edge was away")
+        if event is not On.ADOPTED_PAUSED:
+            self.ledger.reserve(record.ulid, demand_of(sandbox.plan), force=True)
+        if instance is not None:
+            sandbox.hold(instance)
+        if record.lease:
+            # A restarted Edge cannot know which claims were acknowledged: all count as claimed, and the lease gets a whole period.
+            self.leases.add(record.lease, (record.principal, record.project), record.lease_ttl_ms / 1000, record.ulid, now, claimed=True)
+        sandbox.feed(event, how)
+
+    # ------------------------------------------------------------------ what sandboxes tell (the Keeper protocol)
+    def ready(self, sandbox: Sandbox) -> None:
+        record = sandbox.record
+        inbox = self.intake.inboxes.pop(record.ulid, "")
+        if inbox:
+            item = ReadyItem(index=record.index, ulid=record.ulid, layers=record.layers, degraded=record.degraded)
+            self.reporter.ready(record.burst, inbox, item)
+        self.changed(sandbox, "running")
+
+    def failed(self, sandbox: Sandbox) -> None:
+        record, how = sandbox.record, sandbox.life.exit
+        inbox = self.intake.inboxes.pop(record.ulid, "")
+        if inbox:
+            self.reporter.failed(record.burst, inbox, Failed(index=record.index, ulid=record.ulid, error=_failure(sandbox, how).body()))
+        self.stopped(sandbox)
+
+    def stopped(self, sandbox: Sandbox) -> None:
+        record = sandbox.record
+        self.intake.inboxes.pop(record.ulid, None)
+        self.leases.remove(record.ulid)
+        if self.leave(sandbox):
+            self.ended[record.ulid] = (record, sandbox.story)
+            self.intake.slots.give_back(sandbox.slot)
+        how = sandbox.life.exit
+        detail: dict[str, object] = msgspec.to_builtins(how) if how is not None else {}
+        self.changed(sandbox, "stopped", detail)
+
+    def changed(self, sandbox: Sandbox, kind: str, detail: dict[str, object] | None = None) -> None:
+        self.emit(kind, sandbox.record, detail or {})
+
+    def emit(self, kind: str, record: Record | None = None, detail: dict[str, object] | None = None) -> None:
+        self._events += 1
+        self.events.post(
+            Event(
+                kind=kind,
+                sb=f"{self.name}-{record.ulid}" if record else "",
+                edge=self.name,
+                project=record.project if record else "",
+                principal=record.principal if record else "",
+                incarnation=self.store.incarnation,
+                n=self._events,
+                wall_ts=time.time(),
+                mono_ns=time.monotonic_ns(),
+                labels=record.spec.labels if record else {},
+                detail=detail or {},
+            )
+        )
+
+    def release(self, sandbox: Sandbox) -> None:
+        if self.ledger.release(sandbox.record.ulid):
+            for waiter in self.room:
+                if not waiter.done():
+                    waiter.set_result(None)
+                    break
+
+    async def reserve(self, sandbox: Sandbox, deadline: float | None) -> None:
+        want = demand_of(sandbox.plan)
+        if not self.room and not self.ledger.reserve(sandbox.record.ulid, want):
+            return
+        loop = asyncio.get_running_loop()
+        limit = deadline if deadline is not None else loop.time() + 30.0
+        turn: asyncio.Future[None] = loop.create_future()
+        self.room.append(turn)
+        try:
+            while True:
+                refused_by = self.ledger.reserve(sandbox.record.ulid, want) if self.room[0] is turn else "resuming"
+                if not refused_by:
+                    return
+                try:
+                    async with asyncio.timeout_at(limit):
+                        await turn
+                except TimeoutError:
+                    raise Busy(
+                        f"no room to resume: {self.ledger.explain(refused_by, want)}", sandbox=sandbox.id, reason=refused_by
+                    ) from None
+                self.room.remove(turn)
+                turn = loop.create_future()
+                self.room.appendleft(turn)
+        finally:
+            self.room.remove(turn)
+            if self.room and not self.room[0].done():
+                self.room[0].set_result(None)
+
+    def watch(self, sandbox: Sandbox) -> None:
+        when = sandbox.deadline if sandbox.state is State.PENDING else sandbox.clocks.next(sandbox.state)
+        if when:
+            heapq.heappush(self._clock, (when, sandbox.record.ulid))
+
+    def spawn(self, coroutine: object) -> asyncio.Task[Any]:
+        assert isinstance(coroutine, Coroutine)
+        task: asyncio.Task[Any] = asyncio.get_running_loop().create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("edge.task_failed", error=repr(error), exc_info=error)
+
+    # ------------------------------------------------------------------ the one sweep
+    async def _sweep(self) -> None:
+        while True:
+            await asyncio.sleep(self.config.sweep_ms / 1000)
+            now = time.monotonic()
+            self._look_at_clocks(now)
+            lapsed, orphans = self.leases.expired(now)
+            for ulid in lapsed:
+                if (sandbox := self.sandboxes.get(ulid)) is not None:
+                    self.spawn(sandbox.on_lease())
+            for ulid in orphans:
+                if (sandbox := self.sandboxes.get(ulid)) is not None:
+                    sandbox.feed(On.LEASE, Exit(reason=ExitReason.LEASE, detail="no lease ever named it"))
+            await self._forget_ended(time.time() - self.config.stopped_retention_ms / 1000)
+
+    def _look_at_clocks(self, now: float) -> None:
+        again = []
+        while self._clock and self._clock[0][0] <= now:
+            _, ulid = heapq.heappop(self._clock)
+            sandbox = self.sandboxes.get(ulid)
+            if sandbox is None:
+                continue
+            if sandbox.state is State.PENDING:
+                if sandbox.deadline and now >= sandbox.deadline:
+                    sandbox.feed(On.DEADLINE, detail="not started within the create's deadline")
+                continue
+            event = sandbox.clocks.due(sandbox.state, now)
+            if event is not None:
+                self.spawn(sandbox.on_clock(event))
+            else:
+                again.append(sandbox)
+        for sandbox in again:
+            when = sandbox.clocks.next(sandbox.state)
+            if when:
+                # Busy ones are overdue and not due: looked at again in the next sweep, not in this one.
+                heapq.heappush(self._clock, (max(when, now + 0.001), sandbox.record.ulid))
+
+    async def _forget_ended(self, horizon: float) -> None:
+        old = []
+        for ulid, (record, _) in self.ended.items():
+            if record.ended_ts >= horizon:
+                break
+            old.append((ulid, record))
+        if not old:
+            return
+        for ulid, record in old:
+            del self.ended[ulid]
+            self.requests.pop((record.principal, record.project, record.burst, record.index), None)
+        try:
+            await self.store.forget(horizon)
+        except NodeError as error:
+            log.error("edge.forget_failed", error=str(error))
+
+    def _on_bus(self, what: str, _detail: str) -> None:
+        if what == "disconnected":
+            self.leases.away(time.monotonic())
+        elif what == "reconnected":
+            self.leases.back(time.monotonic())
+            self.beat()
+
+    # ------------------------------------------------------------------ heartbeats
+    def load(self) -> NodeLoad:
+        return self.ledger.load(self.intake.starting + len(self.intake.queue))
+
+    def enter(self, sandbox: Sandbox) -> None:
+        """It lives here from now on."""
+        self.sandboxes[sandbox.record.ulid] = sandbox
+        self.owners[sandbox.record.principal] += 1
+        if sandbox.record.spec.isolation == "user":
+            self.alone[sandbox.record.principal] += 1
+
+    def leave(self, sandbox: Sandbox) -> bool:
+        """It lives here no more; False when it did not."""
+        if self.sandboxes.pop(sandbox.record.ulid, None) is None:
+            return False
+        self.owners -= Counter((sandbox.record.principal,))
+        if sandbox.record.spec.isolation == "user":
+            self.alone -= Counter((sandbox.record.principal,))
+        return True
+
+    def exclusive(self) -> str:
+        """The principal that has this node for itself."""
+        return next(iter(self.alone), "")
+
+    def heartbeat(self, *, leaving: bool = False) -> Heartbeat:
+        self._beats += 1
+        lag, self._lag = self._lag, 0.0
+        return Heartbeat(
+            edge=self.name,
+            incarnation=self.store.incarnation,
+            n=self._beats,
+            arch=next(iter(self.host.planners.values())).node.arch,
+            backends=tuple(self.host.planners),
+            devices=self.config.devices,
+            labels=self.config.labels,
+            load=self.load(),
+            states=dict(Counter(str(sandbox.state) for sandbox in self.sandboxes.values())),
+            principals=dict(self.owners),
+            exclusive=self.exclusive(),
+            draining=self.draining or self.adopting or self.stopping,
+            loop_lag_ms=round(lag * 1000, 3),
+            leaving=leaving,
+            tmpfs_upper=self.host.tmpfs_upper,
+        )
+
+    def beat(self, *, leaving: bool = False) -> None:
+        try:
+            self.bus.post(subjects.heartbeat(self.bus.unit, self.name), self.heartbeat(leaving=leaving))
+        except DsecError as error:
+            log.warning("edge.heartbeat_lost", error=str(error))
+
+    async def _beat(self) -> None:
+        while True:
+            if self.bus.connected:  # beats of an outage are worth nothing: none is kept for later
+                self.beat()
+            await asyncio.sleep(self.config.heartbeat_ms / 1000)
+
+    async def _measure_lag(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            due = loop.time() + LAG_PERIOD
+            await asyncio.sleep(LAG_PERIOD)
+            late = max(0.0, loop.time() - due)
+            self.lags.append(late)
+            self._lag = max(self._lag, late)
+
+    # ------------------------------------------------------------------ stop
+    async def stop_all(self, how: Exit, *, parallel: int = 0) -> None:
+        """Stop every sandbox; returns when all are gone."""
+        gate = asyncio.Semaphore(parallel or self.config.stop_parallel)
+
+        async def one(sandbox: Sandbox) -> None:
+            async with gate:
+                with contextlib.suppress(DeadlineExceeded):
+                    await sandbox.stop(0.0, how, asyncio.get_running_loop().time() + 30.0)
+
+        for sandbox in self.intake.queue:
+            if sandbox.state is State.PENDING:
+                sandbox.feed(On.STOP, how)
+        await asyncio.gather(*(one(sandbox) for sandbox in list(self.sandboxes.values())))
+
+    async def stop(self) -> None:
+        """End in order: with on_shutdown = "stop" every sandbox is stopped first, else they live on and the next start adopts them."""
+        self.stopping = True
+        if self.config.on_shutdown == "stop":
+            await self.stop_all(Exit(reason=ExitReason.DRAINED, detail="the Edge was stopped"))
+        nothing_lives = not self.sandboxes
+        self.reporter.flush()
+        self.beat(leaving=nothing_lives)
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self.host.close(nothing_lives=nothing_lives)
+        await self.store.close()
+        await self.events.close()
+
+
+def _failure(sandbox: Sandbox, how: Exit | None) -> DsecError:
+    """Why a create failed, as its caller hears it."""
+    if sandbox.launch_error is not None:
+        error = sandbox.launch_error
+        error.sandbox = error.sandbox or sandbox.id
+        return error
+    reason, detail = (how.reason, how.detail) if how is not None else (ExitReason.BROKEN, "")
+    if reason is ExitReason.DEADLINE:
+        return DeadlineExceeded(detail or "not ready within the create's deadline", sandbox=sandbox.id, reason="create")
+    if reason is ExitReason.LAUNCH_FAILED:
+        return NodeError(detail or "the launch failed", sandbox=sandbox.id, reason=str(reason))
+    return SandboxGone(f"ended before it was ready ({reason}): {detail}", sandbox=sandbox.id, reason=str(reason))

@@ -1,0 +1,150 @@
+"""The backends of one node: opened once, asked for plans (pure) and instances."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+import structlog
+
+from dsec.backends.base import Backend, Capabilities, LaunchPlan
+from dsec.backends.plan import Node, make_plan
+from dsec.config import Config
+from dsec.errors import InvalidRequest, NotFound, Unsupported
+from dsec.layers import stack
+from dsec.layers.store import LayerConfig, LayerStore
+from dsec.model import LayerRef, SandboxId, SandboxSpec
+
+log = structlog.get_logger("dsec.host")
+
+
+class Resolved(msgspec.Struct, frozen=True):
+    """The layers of one spec on this node, topmost first, and what each says of itself."""
+
+    refs: tuple[LayerRef, ...]
+    configs: tuple[LayerConfig | None, ...] = ()
+
+
+class Planner(Protocol):
+    """A backend with what planning needs."""
+
+    backend: Backend
+    node: Node
+
+    async def resolve(self, spec: SandboxSpec) -> Resolved:
+        """Raises `NotFound` for a layer that this node does not have, `InvalidRequest` for what cannot be a layer."""
+        ...
+
+
+class FakePlanner:
+    """The fake backend needs no layers: any name resolves, except those that begin with ``missing``."""
+
+    def __init__(self, backend: Backend, node: Node) -> None:
+        self.backend = backend
+        self.node = node
+
+    async def resolve(self, spec: SandboxSpec) -> Resolved:
+        refs = []
+        for _, field, name in stack.names(spec):
+            if name.startswith("missing"):
+                raise NotFound("no such layer", field=field, value=name, fix="the fake backend has every other name")
+            refs.append(LayerRef(name=name, digest="sha256:" + "0" * 64))
+        return Resolved(tuple(refs))
+
+
+class LayerPlanner:
+    """A backend whose root is a stack of layers of this node's store."""
+
+    def __init__(self, backend: Backend, node: Node, layers: LayerStore) -> None:
+        self.backend = backend
+        self.node = node
+        self.layers = layers
+        self._configs: dict[str, LayerConfig] = {}  # by digest: a digest's record never changes
+
+    async def resolve(self, spec: SandboxSpec) -> Resolved:
+        refs = stack.build(spec, self.layers.lookup).lowers
+        for ref in refs:
+            if ref.digest not in self._configs:
+                self._configs[ref.digest] = await self.layers.config(ref.digest)
+        return Resolved(refs, tuple(self._configs[ref.digest] for ref in refs))
+
+
+class Host:
+    """``planners`` by backend name. `open` brings up every configured backend; one that cannot start is left out and named."""
+
+    def __init__(self, config: Config, edge: str, generation: int) -> None:
+        self.config = config
+        self.edge = edge
+        self.generation = generation
+        self.planners: dict[str, Planner] = {}
+        self.missing: dict[str, str] = {}
+
+    async def open(self) -> None:
+        """Raises `Unsupported` when no backend at all can start; `missing` says why for each."""
+        for name in self.config.edge.backends:
+            try:
+                self.planners[name] = await self._open(name)
+            except Unsupported as error:
+                self.missing[name] = str(error)
+                log.error("edge.backend_missing", backend=name, why=str(error))
+        if not self.planners:
+            whys = "; ".join(f"{name}: {why}" for name, why in self.missing.items())
+            raise Unsupported(f"no backend can start here: {whys}", field="edge.backends", fix="run `dsec doctor`")
+
+    async def _open(self, name: str) -> Planner:
+        state_dir = self.config.edge.state_dir
+        if name == "fake":
+            from dsec.backends.fake import FakeBackend
+
+            fake = FakeBackend()
+            await fake.open()
+            return FakePlanner(fake, Node(edge=self.edge, state_dir=state_dir, backends=("fake",), disk_modes=("tmpfs", "dir")))
+        if name == "container":
+            from dsec.backends.container import ContainerBackend, Options
+
+            layers = LayerStore(self.config.layers.store_dir or Path(state_dir) / "layers")
+            options = Options(
+                edge=self.edge,
+                state_dir=state_dir,
+                generation=self.generation,
+                runtime=self.config.container.runtime,
+                cgroup_root=self.config.container.cgroup_root,
+                userns=self.config.container.userns,
+            )
+            container = ContainerBackend(options, layers)
+            await container.open()
+            return LayerPlanner(container, container.node, layers)
+        raise InvalidRequest("no such backend", field="edge.backends", value=name, fix="use container or fake")
+
+    def planner(self, spec: SandboxSpec) -> Planner:
+        planner = self.planners.get(spec.backend)
+        if planner is None:
+            known = " or ".join(self.planners)
+            raise InvalidRequest("this node has no such backend", field="backend", value=spec.backend, fix=f"use {known}")
+        return planner
+
+    def plan(self, spec: SandboxSpec, sandbox: SandboxId, slot: int, resolved: Resolved) -> LaunchPlan:
+        """See `make_plan`; raises what it raises."""
+        configs: Sequence[LayerConfig | None] = resolved.configs
+        return make_plan(spec, id=sandbox, slot=slot, refs=resolved.refs, node=self.planner(spec).node, layer_configs=configs)
+
+    @property
+    def backends(self) -> Mapping[str, Backend]:
+        return {name: planner.backend for name, planner in self.planners.items()}
+
+    @property
+    def capabilities(self) -> tuple[Capabilities, ...]:
+        return tuple(planner.backend.capabilities for planner in self.planners.values())
+
+    @property
+    def tmpfs_upper(self) -> bool:
+        """Whether "auto" means tmpfs on any backend of this node: what the Scheduler counts with."""
+        return any(planner.node.disk_modes[:1] == ("tmpfs",) for planner in self.planners.values())
+
+    async def close(self, *, nothing_lives: bool) -> None:
+        """Let go; with ``nothing_lives`` helper processes and empty groups go too."""
+        for planner in self.planners.values():
+            shutdown = getattr(planner.backend, "shutdown", None) if nothing_lives else None
+            await (shutdown() if shutdown is not None else planner.backend.close())

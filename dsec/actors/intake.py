@@ -1,0 +1,244 @@
+"""The Edge's intake of creates: admission by the ledger, the record on disk, the answer, and the queue in front of the launches."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from dsec.actors import capacity
+from dsec.actors.host import Resolved
+from dsec.actors.sandbox import Sandbox
+from dsec.actors.store import Record
+from dsec.backends.base import LaunchPlan
+from dsec.backends.plan import memory_bytes
+from dsec.bus.messages import Failed, LaunchItem, LaunchReply, LaunchRequest, Placed, ReadyItem, Refusal
+from dsec.errors import Busy, Denied, DsecError, NodeError, NotFound, SandboxGone
+from dsec.model import SandboxId, SandboxSpec, State, new_ulid
+
+if TYPE_CHECKING:
+    from dsec.actors.edge import Edge
+
+STARTING = (State.PENDING, State.CREATING)
+
+
+def demand_of(plan: LaunchPlan) -> capacity.Demand:
+    return capacity.Demand(memory_bytes(plan), plan.resources.cpus, plan.resources.pids)
+
+
+class Slots:
+    """Small numbers, each held by one live sandbox: they choose ranges of ids."""
+
+    def __init__(self) -> None:
+        self._free: list[int] = []
+        self._next = 0
+
+    def take(self) -> int:
+        if self._free:
+            return self._free.pop()
+        self._next += 1
+        return self._next - 1
+
+    def taken(self, slot: int) -> None:
+        """An adopted sandbox holds it; numbers below it stay unused until this Edge starts again."""
+        self._next = max(self._next, slot + 1)
+
+    def give_back(self, slot: int) -> None:
+        self._free.append(slot)
+
+
+class Intake:
+    def __init__(self, edge: Edge) -> None:
+        self.edge = edge
+        self.slots = Slots()
+        self.queue: deque[Sandbox] = deque()
+        self.starting = 0
+        self.inboxes: dict[str, str] = {}  # ulid -> where its news go, until it is ready
+        self._inserts: dict[str, asyncio.Future[None]] = {}
+
+    async def launch(self, request: LaunchRequest) -> LaunchReply:
+        """Admission, record, answer. Repeats (same burst and index) change nothing and are told again how they stand."""
+        edge = self.edge
+        now = time.monotonic()
+        refused: list[Refusal] = []
+        new: list[Sandbox] = []
+        known: list[tuple[int, str]] = []
+        resolved: dict[int, Resolved | DsecError] = {}
+        for item in request.items:
+            ulid = edge.requests.get((request.principal, request.project, request.burst, item.index))
+            if ulid is not None:
+                known.append((item.index, ulid))
+        repeats = {index for index, _ in known}
+        fresh = [item for item in request.items if item.index not in repeats]
+        for number in {item.spec for item in fresh}:
+            if not 0 <= number < len(request.specs):
+                raise NotFound("names a spec that the batch does not have", field="items.spec", value=number)
+            resolved[number] = await self._resolve(request.specs[number])
+        for item in fresh:
+            # Nothing is awaited in here: what is admitted is in the ledger before anybody else is asked.
+            if (request.principal, request.project, request.burst, item.index) in edge.requests:
+                known.append((item.index, edge.requests[request.principal, request.project, request.burst, item.index]))
+                continue
+            outcome = self._admit(request, item, resolved[item.spec], now)
+            if isinstance(outcome, Refusal):
+                refused.append(outcome)
+            else:
+                new.append(outcome)
+        if new:
+            await self._record(request, new)
+        await self._known(request, known)
+        accepted = [sandbox.record.index for sandbox in new] + [index for index, _ in known]
+        return LaunchReply(edge=edge.name, accepted=tuple(accepted), refused=tuple(refused), load=edge.load())
+
+    async def _resolve(self, spec: SandboxSpec) -> Resolved | DsecError:
+        edge = self.edge
+        try:
+            return await edge.host.planner(spec).resolve(spec)
+        except DsecError as error:
+            return error
+
+    def _admit(self, request: LaunchRequest, item: LaunchItem, resolved: Resolved | DsecError, now: float) -> Sandbox | Refusal:
+        edge = self.edge
+        spec = request.specs[item.spec]
+        if isinstance(resolved, NotFound):
+            # Another node may have the layer; when none has, the caller gets these words.
+            return Refusal(index=item.index, error=resolved.body(), filter="layers")
+        if isinstance(resolved, DsecError):
+            return Refusal(index=item.index, error=resolved.body(), final=not resolved.retryable, filter="spec")
+        if refused_by := self._closed_to(request.principal, spec):
+            closed = Busy(f"{edge.name} takes no more sandboxes now: {refused_by}", reason=refused_by)
+            return Refusal(index=item.index, error=closed.body(), filter=refused_by)
+        ulid = new_ulid()
+        slot = self.slots.take()
+        try:
+            plan = edge.host.plan(spec, SandboxId(edge.name, ulid), slot, resolved)
+        except DsecError as error:
+            self.slots.give_back(slot)
+            return Refusal(index=item.index, error=error.body(), final=not error.retryable, filter="spec")
+        want = demand_of(plan)
+        if refused_by := edge.ledger.reserve(ulid, want):
+            self.slots.give_back(slot)
+            never = edge.ledger.never_fits(want)
+            full = Busy(f"no room on {edge.name}: {edge.ledger.explain(refused_by, want)}", reason=refused_by, retryable=not never)
+            return Refusal(index=item.index, error=full.body(), filter=refused_by)
+        lease = request.lease
+        owner = (request.principal, request.project)
+        if lease is not None and not edge.leases.add(lease.id, owner, lease.ttl_ms / 1000, ulid, now):
+            edge.ledger.release(ulid)
+            self.slots.give_back(slot)
+            foreign = Denied("this lease is somebody else's", field="lease", value=lease.id, reason="lease")
+            return Refusal(index=item.index, error=foreign.body(), filter="lease", final=True)
+        record = Record(
+            ulid=ulid,
+            burst=request.burst,
+            index=item.index,
+            principal=request.principal,
+            project=request.project,
+            spec=spec,
+            lease=lease.id if lease else "",
+            lease_ttl_ms=lease.ttl_ms if lease else 0,
+            slot=slot,
+            layers=resolved.refs,
+            degraded=plan.degraded,
+            plan=msgspec.msgpack.encode(plan),
+            created_ts=time.time(),
+        )
+        sandbox = Sandbox(edge, edge.name, record, plan, edge.host.planner(spec).backend, slot)
+        sandbox.deadline = now + request.deadline_ms / 1000
+        sandbox.story.add(f"admitted for {request.burst}[{item.index}]")
+        edge.enter(sandbox)
+        edge.requests[request.principal, request.project, request.burst, item.index] = ulid
+        self.inboxes[ulid] = request.inbox
+        return sandbox
+
+    def _closed_to(self, principal: str, spec: SandboxSpec) -> str:
+        """The filter that keeps this node from taking the sandbox, other than capacity."""
+        edge = self.edge
+        if edge.stopping or edge.draining or edge.adopting:
+            return "draining"
+        if len(self.queue) >= edge.config.queue_max:
+            return "queue"
+        if edge.room:
+            return "resuming"  # resumes outrank creates on a full node
+        if spec.isolation == "user" and any(who != principal for who in edge.owners):
+            return "isolation"
+        exclusive = edge.exclusive()
+        return "isolation" if exclusive and exclusive != principal else ""
+
+    async def _record(self, request: LaunchRequest, new: list[Sandbox]) -> None:
+        """The intent is on disk before the first resource exists and before anybody is told."""
+        edge = self.edge
+        stored: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        for sandbox in new:
+            self._inserts[sandbox.record.ulid] = stored
+        try:
+            await edge.store.insert([sandbox.record for sandbox in new])
+        except BaseException as error:
+            for sandbox in new:
+                self._forget(sandbox)
+            stored.set_exception(error if isinstance(error, DsecError) else NodeError("record not written", reason="store"))
+            stored.exception()
+            raise
+        finally:
+            for sandbox in new:
+                self._inserts.pop(sandbox.record.ulid, None)
+            if not stored.done():
+                stored.set_result(None)
+        placed = [Placed(index=sandbox.record.index, ulid=sandbox.record.ulid) for sandbox in new]
+        edge.reporter.accepted(request.burst, request.inbox, placed)
+        for sandbox in new:
+            self.queue.append(sandbox)
+            edge.watch(sandbox)
+        self._start_more()
+
+    async def _known(self, request: LaunchRequest, known: list[tuple[int, str]]) -> None:
+        """A repeat: say again how each stands."""
+        edge = self.edge
+        for _, ulid in known:
+            if (stored := self._inserts.get(ulid)) is not None:
+                await stored
+        if known:
+            edge.reporter.accepted(request.burst, request.inbox, [Placed(index=index, ulid=ulid) for index, ulid in known])
+        for index, ulid in known:
+            sandbox = edge.sandboxes.get(ulid)
+            if sandbox is None:
+                record = edge.ended[ulid][0] if ulid in edge.ended else None
+                how = record.exit if record is not None else None
+                error = SandboxGone("has ended", sandbox=f"{edge.name}-{ulid}", reason=str(how.reason) if how else "unknown")
+                edge.reporter.failed(request.burst, request.inbox, Failed(index=index, ulid=ulid, error=error.body()))
+            elif sandbox.state in STARTING:
+                self.inboxes[ulid] = request.inbox
+            elif sandbox.life.ready:
+                record = sandbox.record
+                ready = ReadyItem(index=index, ulid=ulid, layers=record.layers, degraded=record.degraded)
+                edge.reporter.ready(request.burst, request.inbox, ready)
+
+    def _forget(self, sandbox: Sandbox) -> None:
+        """Undo an admission that was never recorded."""
+        edge = self.edge
+        record = sandbox.record
+        edge.leave(sandbox)
+        edge.requests.pop((record.principal, record.project, record.burst, record.index), None)
+        self.inboxes.pop(record.ulid, None)
+        edge.leases.remove(record.ulid)
+        edge.ledger.release(record.ulid)
+        self.slots.give_back(sandbox.slot)
+
+    def _start_more(self) -> None:
+        """Launch what waits, as far as the cap allows."""
+        edge = self.edge
+        while self.queue and self.starting < edge.ledger.limits.starting and not edge.stopping:
+            sandbox = self.queue.popleft()
+            if sandbox.state is State.PENDING:
+                self.starting += 1
+                edge.spawn(self._start_one(sandbox))
+
+    async def _start_one(self, sandbox: Sandbox) -> None:
+        try:
+            await sandbox.launch()
+        finally:
+            self.starting -= 1
+            self._start_more()

@@ -1,0 +1,109 @@
+"""Output of one operation to its reader: chunks on the bulk connection, under the reader's credit.
+
+Credit is an absolute count of bytes since the request, resent each second by the reader, so that a lost message delays and never
+blocks for ever. A reader that has been silent for `SILENT` seconds while it owes credit has left: the stream is let go, and the sandbox
+no longer waits for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+import msgspec
+import structlog
+
+from dsec.backends.base import GuestLink
+from dsec.bus import codec
+from dsec.bus.bus import Bus
+from dsec.bus.messages import OutputChunk, OutputRequest
+from dsec.errors import DsecError, to_body
+from dsec.model import Captured, OpStatus
+
+log = structlog.get_logger("dsec.edge")
+SILENT = 10.0
+REPLY_BYTES = 900_000  # a reply stays below the server's max_payload
+
+
+class Pump:
+    """One reader on one operation. The newest reader holds the stream: the Edge closes the older pump before it starts another."""
+
+    def __init__(self, bulk: Bus, subject: str, link: GuestLink, request: OutputRequest) -> None:
+        self.reader = request.reader
+        self.op = request.op
+        self._bulk = bulk
+        self._subject = subject
+        self._link = link
+        self._from = (request.stdout, request.stderr)
+        self._credit = request.credit
+        self._wake = asyncio.Event()
+        self._heard = asyncio.get_running_loop().time()
+        self._closed = False
+
+    def credit(self, upto: int) -> None:
+        self._heard = asyncio.get_running_loop().time()
+        if upto > self._credit:
+            self._credit = upto
+            self._wake.set()
+
+    def close(self) -> None:
+        self._closed = True
+        self._wake.set()
+
+    async def run(self) -> None:
+        """Until both streams end, the reader leaves or the sandbox is gone."""
+        try:
+            if await self._copy():
+                status = await self._link.wait(self.op, 0)
+                await self._send(OutputChunk(reader=self.reader, end=True, status=bounded(status)))
+        except DsecError as error:
+            with contextlib.suppress(DsecError):
+                await self._send(OutputChunk(reader=self.reader, end=True, error=to_body(error)))
+
+    async def _copy(self) -> bool:
+        """True when both streams ended."""
+        sent = 0
+        stream = self._link.output(self.op, self._from)
+        try:
+            async for chunk in stream:
+                view = memoryview(chunk.data)
+                for at in range(0, len(view), codec.CHUNK):
+                    part = view[at : at + codec.CHUNK]
+                    if sent + len(part) > self._credit and not await self._more(sent + len(part)):
+                        return False
+                    if self._closed:
+                        return False
+                    sent += len(part)
+                    await self._send(OutputChunk(reader=self.reader, stream=chunk.stream, offset=chunk.offset + at, data=part))  # type: ignore[arg-type]
+        finally:
+            close = getattr(stream, "aclose", None)  # an async generator has it, the protocol's iterator need not
+            if close is not None:
+                await close()
+        return not self._closed
+
+    async def _more(self, needed: int) -> bool:
+        """Wait until ``needed`` bytes are allowed; False when the reader has left."""
+        loop = asyncio.get_running_loop()
+        while needed > self._credit and not self._closed:
+            self._wake.clear()
+            try:
+                async with asyncio.timeout_at(self._heard + SILENT):
+                    await self._wake.wait()
+            except TimeoutError:
+                if loop.time() - self._heard >= SILENT:
+                    log.info("edge.reader_left", op=self.op, reader=self.reader)
+                    return False
+        return not self._closed
+
+    async def _send(self, chunk: OutputChunk) -> None:
+        await self._bulk.publish(self._subject, chunk)
+
+
+def bounded(status: OpStatus) -> OpStatus:
+    """A status whose captured output fits one message: the largest parts are cut, and `total` goes on telling the truth."""
+    parts = (status.stdout, status.stderr)
+    if sum(len(part.head) + len(part.tail) for part in parts) <= REPLY_BYTES:
+        return status
+    room = REPLY_BYTES // 4
+    cut = [Captured(head=part.head[:room], tail=part.tail[-room:], total=part.total) for part in parts]
+    return msgspec.structs.replace(status, stdout=cut[0], stderr=cut[1])

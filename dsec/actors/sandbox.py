@@ -1,0 +1,433 @@
+"""The Sandbox actor: one object per sandbox, the thin shell around `lifecycle`.
+
+Lifecycle verbs go through a serial mailbox; exec and files run beside each other. An idle sandbox owns no timer and no poll: its clocks
+are read by the Edge's one sweep.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator
+from typing import Protocol
+
+import msgspec
+import structlog
+
+from dsec.actors.lifecycle import Clocks, Do, Life, On, Story, step
+from dsec.actors.store import Record, Store
+from dsec.backends.base import Backend, Broken, Instance, LaunchPlan, Undone
+from dsec.bus.actor import Mailbox
+from dsec.errors import Busy, DeadlineExceeded, DsecError, NodeError, SandboxGone, Unsupported
+from dsec.model import Exit, ExitReason, SandboxInfo, State, Usage
+
+log = structlog.get_logger("dsec.sandbox")
+RELEASE_PAUSE = (0.1, 10.0)  # seconds between attempts to free a sandbox: first, longest
+SETTLED = (State.RUNNING, State.PAUSED, State.STOPPED)
+
+
+class Keeper(Protocol):
+    """What a sandbox asks of its Edge."""
+
+    store: Store
+
+    def ready(self, sandbox: Sandbox) -> None: ...
+    def failed(self, sandbox: Sandbox) -> None: ...
+    def stopped(self, sandbox: Sandbox) -> None: ...
+    def changed(self, sandbox: Sandbox, kind: str) -> None: ...
+    def watch(self, sandbox: Sandbox) -> None:
+        """Its clocks have changed."""
+        ...
+
+    def release(self, sandbox: Sandbox) -> None:
+        """Give its reservation back."""
+        ...
+
+    async def reserve(self, sandbox: Sandbox, deadline: float | None) -> None:
+        """Take the reservation of a paused sandbox again; waits for room until ``deadline``. Raises `Busy`."""
+        ...
+
+    def spawn(self, coroutine: object) -> asyncio.Task[None]: ...
+
+
+class Sandbox:
+    """``id`` is the full id; ``record`` what is on disk; ``life`` where it stands."""
+
+    def __init__(self, keeper: Keeper, edge: str, record: Record, plan: LaunchPlan, backend: Backend, slot: int) -> None:
+        self.keeper = keeper
+        self.id = f"{edge}-{record.ulid}"
+        self.record = record
+        self.plan = plan
+        self.backend = backend
+        self.slot = slot
+        self.life = Life()
+        self.story = Story()
+        self.mailbox = Mailbox()
+        self.clocks = Clocks(
+            idle_s=record.spec.idle_timeout_ms / 1000,
+            ttl_left_s=(record.ttl_left_ms or record.spec.ttl_ms) / 1000,
+            last_active=time.monotonic(),
+        )
+        self.last_active_ts = record.created_ts
+        self.instance: Instance | None = None
+        self.deadline = 0.0  # of its create, monotonic; 0 = none
+        self.queued_at = time.monotonic()
+        self._waiters: list[asyncio.Future[None]] = []
+        self._launching: asyncio.Task[None] | None = None
+        self._exits: asyncio.Task[None] | None = None
+        self._releasing: asyncio.Task[None] | None = None
+
+    # ------------------------------------------------------------------ the state machine
+    @property
+    def state(self) -> State:
+        return self.life.state
+
+    def within(self, *states: State) -> bool:
+        """Whether it is in one of these now (another await may have changed it: a type checker must not narrow)."""
+        return self.life.state in states
+
+    def feed(self, event: On, how: Exit | None = None, detail: str = "") -> None:
+        """One event in, its effects out. Effects that take time become tasks whose outcome is the next event."""
+        before = self.life
+        if how is not None and how.wall_ts == 0.0:
+            how = msgspec.structs.replace(how, wall_ts=time.time())
+        self.life, effects = step(before, event, how, detail=detail, story=self.story)
+        if self.life is before:
+            return
+        if self.life.exit is not None and self.life.exit.wall_ts == 0.0:
+            self.life = msgspec.structs.replace(self.life, exit=msgspec.structs.replace(self.life.exit, wall_ts=time.time()))
+        now = time.monotonic()
+        if self.state is State.RUNNING and before.state is not State.RUNNING:
+            self.clocks.start(now)
+        elif self.state is State.PAUSED and before.state is not State.PAUSED:
+            self.clocks.pause(now)
+        for effect in effects:
+            self._do(effect)
+
+    def _do(self, effect: Do) -> None:
+        if effect is Do.RECORD:
+            self.write()
+            self.keeper.store.post(self.record)
+        elif effect is Do.RELEASE:
+            if self._releasing is None:
+                self._releasing = self.keeper.spawn(self._release())
+        elif effect is Do.FREE_RESERVATION:
+            self.keeper.release(self)
+        elif effect is Do.ANNOUNCE_READY:
+            self.keeper.ready(self)
+        elif effect is Do.ANNOUNCE_FAILED:
+            self.keeper.failed(self)
+        elif effect is Do.ANNOUNCE_STOPPED:
+            self.keeper.stopped(self)
+        elif effect is Do.ANNOUNCE_PAUSED:
+            self.keeper.changed(self, "paused")
+        elif effect is Do.ANNOUNCE_RESUMED:
+            self.keeper.changed(self, "resumed")
+        elif effect is Do.WAKE_WAITERS:
+            self.keeper.watch(self)
+            waiters, self._waiters = self._waiters, []
+            for waiter in waiters:
+                if not waiter.done():
+                    waiter.set_result(None)
+        # LAUNCH, PAUSE, RESUME and CAPTURE are done by the coroutine that fed the event: it awaits their outcome.
+
+    def write(self) -> Record:
+        """The record as the life is now."""
+        self.record.state = self.state
+        self.record.exit = self.life.exit
+        self.record.ttl_left_ms = int(self.clocks.ttl_left_s * 1000)
+        if self.state is State.STOPPED and not self.record.ended_ts:
+            self.record.ended_ts = time.time()
+        return self.record
+
+    async def changed(self, deadline: float | None = None) -> None:
+        """Until the next event; raises `DeadlineExceeded`."""
+        loop = asyncio.get_running_loop()
+        waiter: asyncio.Future[None] = loop.create_future()
+        self._waiters.append(waiter)
+        try:
+            async with asyncio.timeout_at(deadline):
+                await waiter
+        except TimeoutError:
+            raise DeadlineExceeded(f"still {self.state}", sandbox=self.id, reason=str(self.state)) from None
+
+    # ------------------------------------------------------------------ launch and release
+    async def launch(self) -> None:
+        """Its turn has come. Returns when it runs, has failed, or was stopped on the way."""
+        if self.state is not State.PENDING:
+            return
+        self.feed(On.PLACED)
+        self._launching = asyncio.current_task()
+        try:
+            limit = asyncio.get_running_loop().time() + self.deadline - time.monotonic() if self.deadline else None
+            async with asyncio.timeout_at(limit):
+                await self.backend.prepare(self.plan)
+                instance = await self.backend.launch(self.plan)
+        except TimeoutError as error:
+            self._launching = None
+            late = bool(self.deadline) and time.monotonic() >= self.deadline
+            self.feed(On.DEADLINE if late else On.LAUNCH_FAILED, detail="not ready within the create's deadline" if late else str(error))
+            return
+        except asyncio.CancelledError:
+            self._launching = None
+            if self.within(State.CREATING):  # the Edge itself is stopping
+                raise
+            return
+        except (DsecError, OSError) as error:
+            self._launching = None
+            self.launch_error = error if isinstance(error, DsecError) else NodeError(f"launch failed: {error}")
+            self.feed(On.LAUNCH_FAILED, detail=str(error))
+            return
+        except Exception as error:  # a bug in a backend must not leave a sandbox in creating
+            self._launching = None
+            log.error("sandbox.launch_crashed", sandbox=self.id, error=repr(error), exc_info=error)
+            self.feed(On.LAUNCH_FAILED, detail=f"{type(error).__name__}: {error}")
+            return
+        self._launching = None
+        self.hold(instance)
+        if not self.within(State.CREATING):
+            return
+        # Durable before it is told: a restarted Edge must know it as running, or it would reap what was announced.
+        self.record.state = State.RUNNING
+        try:
+            await self.keeper.store.update(self.record)
+        except DsecError as error:
+            self.feed(On.LAUNCH_FAILED, detail=str(error))
+            return
+        if self.within(State.CREATING):
+            self.feed(On.READY)
+
+    launch_error: DsecError | None = None
+
+    def hold(self, instance: Instance) -> None:
+        """Take an instance, from a launch or an adoption, and hear of its end."""
+        self.instance = instance
+        self._exits = self.keeper.spawn(self._hear(instance))
+
+    async def _hear(self, instance: Instance) -> None:
+        how = await instance.wait()
+        self.feed(On.EXITED, how)
+
+    async def _release(self) -> None:
+        """The one door out. Retried until nothing is left; the reservation is kept that long."""
+        launching = self._launching
+        if launching is not None and launching is not asyncio.current_task():
+            launching.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.wait([launching])
+        if self._exits is not None:
+            self._exits.cancel()
+        pause, longest = RELEASE_PAUSE
+        while True:
+            try:
+                if self.instance is not None:
+                    with contextlib.suppress(DsecError, OSError):
+                        await self.instance.link.close()
+                    await self.instance.stop(self.grace)
+                break
+            except (DsecError, OSError) as error:
+                log.warning("sandbox.release_failed", sandbox=self.id, error=str(error), pause=pause)
+                self.feed(On.RELEASE_FAILED, detail=str(error))
+            except Exception as error:
+                log.error("sandbox.release_crashed", sandbox=self.id, error=repr(error), exc_info=error)
+                self.feed(On.RELEASE_FAILED, detail=repr(error))
+            await asyncio.sleep(pause)
+            pause = min(longest, pause * 2)
+        self.instance = None
+        self.record.state, self.record.exit = State.STOPPED, self.life.exit
+        self.record.ended_ts = time.time()
+        while True:
+            try:
+                await self.keeper.store.update(self.record)
+                break
+            except NodeError as error:
+                log.error("sandbox.end_not_recorded", sandbox=self.id, error=str(error))
+                if error.value == "closed":
+                    break
+                await asyncio.sleep(longest)
+        self.feed(On.RELEASED)
+
+    grace = 0.0
+
+    # ------------------------------------------------------------------ verbs
+    def gone(self) -> SandboxGone:
+        how = self.life.exit
+        reason = str(how.reason) if how else "unknown"
+        detail = f": {how.detail}" if how and how.detail else ""
+        code = f" with exit code {how.exit_code}" if how and how.exit_code is not None else ""
+        return SandboxGone(f"has ended ({reason}{code}){detail}", sandbox=self.id, reason=reason)
+
+    async def stop(self, grace: float = 0.0, how: Exit | None = None, deadline: float | None = None) -> None:
+        """Never rejected, idempotent. Returns when it is stopped and its end is on disk."""
+        self.grace = max(self.grace, grace)
+        waited = self.within(State.PENDING)
+        self.feed(On.STOP, how)
+        while not self.within(State.STOPPED):
+            await self.changed(deadline)
+        if waited:  # it held nothing, so it did not pass through release, which writes the end
+            await self.keeper.store.update(self.record)
+
+    async def pause(self, deadline: float | None = None) -> None:
+        """Idempotent. Raises `Unsupported`, `SandboxGone`, `NodeError` (it runs on)."""
+        await self.mailbox.run(lambda: self._pause(deadline))
+
+    async def _pause(self, deadline: float | None) -> None:
+        await self._settled(deadline)
+        if self.state is State.PAUSED:
+            return
+        if not self.backend.capabilities.pause:
+            missing = self.backend.capabilities.missing.get("pause", "this backend cannot pause")
+            raise Unsupported(f"cannot pause: {missing}", sandbox=self.id, reason="pause")
+        self.feed(On.PAUSE)
+        await self._move(On.PAUSED_OK, On.PAUSE_UNDONE)
+
+    async def resume(self, deadline: float | None = None) -> None:
+        """Idempotent. Waits for room on the node until ``deadline``. Raises `Busy`, `SandboxGone`, `NodeError` (it stays paused)."""
+        await self.mailbox.run(lambda: self._resume(deadline))
+
+    async def _resume(self, deadline: float | None) -> None:
+        await self._settled(deadline)
+        if self.state is State.RUNNING:
+            return
+        await self.keeper.reserve(self, deadline)
+        if self.state is not State.PAUSED:
+            # it was stopped while it waited for room; what was reserved meanwhile is given back where it ends
+            if self.within(State.STOPPED):
+                self.keeper.release(self)
+            raise self.gone()
+        self.feed(On.RESUME)
+        try:
+            await self._move(On.RESUMED_OK, On.RESUME_UNDONE)
+        finally:
+            if self.state is State.PAUSED:
+                self.keeper.release(self)
+
+    async def _move(self, ok: On, undone: On) -> None:
+        """Carry out pause or resume on the instance; its outcome is the next event."""
+        assert self.instance is not None
+        try:
+            await (self.instance.pause() if ok is On.PAUSED_OK else self.instance.resume())
+        except Undone as error:
+            self.feed(undone, detail=str(error))
+            raise
+        except Broken as error:
+            self.feed(On.BROKEN, detail=str(error))
+            raise
+        except SandboxGone:
+            await self._settled(None)
+            raise
+        except Exception as error:
+            self.feed(On.BROKEN, detail=repr(error))
+            raise
+        self.feed(ok)
+        if self.state in (State.STOPPING, State.STOPPED):
+            raise self.gone()
+        await self.keeper.store.update(self.write())
+
+    async def _settled(self, deadline: float | None) -> None:
+        """Until it runs or is paused; raises `SandboxGone`."""
+        while self.state not in SETTLED:
+            if self.state is State.STOPPING:
+                raise self.gone()
+            await self.changed(deadline)
+        if self.state is State.STOPPED:
+            raise self.gone()
+
+    @contextlib.asynccontextmanager
+    async def awake(self, deadline: float | None = None) -> AsyncIterator[Instance]:
+        """The running instance, for one request: a paused sandbox is resumed first, and none goes idle while a request runs."""
+        self.clocks.busy += 1
+        try:
+            while self.state is not State.RUNNING:
+                await self._settled(deadline)
+                if self.state is State.PAUSED:
+                    await self.resume(deadline)
+            instance = self.instance
+            assert instance is not None
+            try:
+                yield instance
+            except SandboxGone:
+                # The guest's channel broke before its end was heard: say why it ended.
+                with contextlib.suppress(DeadlineExceeded):
+                    while not self.within(State.STOPPED) and self.life.exit is None:
+                        await self.changed(asyncio.get_running_loop().time() + 2.0)
+                if self.life.exit is not None:
+                    raise self.gone() from None
+                raise
+        finally:
+            self.clocks.busy -= 1
+            self.clocks.last_active = time.monotonic()
+            self.last_active_ts = time.time()
+
+    async def on_clock(self, event: On) -> None:
+        """A clock ran out: pause or end it."""
+        if event is On.IDLE and self.state is State.RUNNING and self.record.spec.on_idle == "pause" and self.backend.capabilities.pause:
+            try:
+                await self.pause()
+            except (Busy, NodeError, SandboxGone) as error:
+                log.warning("sandbox.idle_pause_failed", sandbox=self.id, error=str(error))
+                self.clocks.last_active = time.monotonic()
+            return
+        self.feed(event)
+
+    async def on_lease(self) -> None:
+        """Its client is gone."""
+        policy = self.record.spec.on_client_loss
+        if policy == "keep":
+            return
+        if policy == "pause" and self.state in (State.RUNNING, State.PAUSED, State.PAUSING) and self.backend.capabilities.pause:
+            try:
+                await self.pause()
+                return
+            except (Busy, NodeError, SandboxGone) as error:
+                log.warning("sandbox.lease_pause_failed", sandbox=self.id, error=str(error))
+        self.feed(On.LEASE)
+
+    async def usage(self) -> Usage | None:
+        if self.instance is None or self.state in (State.STOPPING, State.STOPPED):
+            return None
+        with contextlib.suppress(DsecError, OSError):
+            return await self.instance.usage()
+        return None
+
+    def info(self, usage: Usage | None = None) -> SandboxInfo:
+        record, spec = self.record, self.record.spec
+        return SandboxInfo(
+            id=self.id,
+            state=self.state,
+            image=spec.image,
+            project=record.project,
+            principal=record.principal,
+            labels=spec.labels,
+            backend=spec.backend,
+            layers=record.layers,
+            created_ts=record.created_ts,
+            last_active_ts=self.last_active_ts,
+            idle_timeout_ms=spec.idle_timeout_ms,
+            resources=spec.resources,
+            usage=usage,
+            exit=self.life.exit,
+            stuck=self.life.release_error if self.state is State.STOPPING else "",
+            degraded=record.degraded,
+            lease=record.lease,
+        )
+
+
+def ended(record: Record, edge: str) -> SandboxInfo:
+    """A sandbox that has ended and is still remembered."""
+    spec = record.spec
+    return SandboxInfo(
+        id=f"{edge}-{record.ulid}",
+        state=State.STOPPED,
+        image=spec.image,
+        project=record.project,
+        principal=record.principal,
+        labels=spec.labels,
+        backend=spec.backend,
+        layers=record.layers,
+        created_ts=record.created_ts,
+        resources=spec.resources,
+        exit=record.exit or Exit(reason=ExitReason.BROKEN),
+        lease=record.lease,
+    )

@@ -1,0 +1,389 @@
+"""What can be asked of an Edge and of its sandboxes: the typed handlers behind its subjects.
+
+Lifecycle and commands come over the control connection; files and output over the bulk connection, so that bulk never delays control.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Awaitable, Callable
+
+import msgspec
+
+from dsec.actors.edge import Edge
+from dsec.actors.pump import Pump, bounded
+from dsec.actors.sandbox import Sandbox, ended
+from dsec.bus import subjects
+from dsec.bus.actor import Context, Route, Verb
+from dsec.bus.messages import (
+    CreditRequest,
+    DrainRequest,
+    EdgeInfo,
+    Empty,
+    ExecReply,
+    ExecRequest,
+    InfoReply,
+    InputReply,
+    InputRequest,
+    ItemResult,
+    LaunchReply,
+    LaunchRequest,
+    LeaseAck,
+    LeaseRenew,
+    ListReply,
+    LogReply,
+    ManyReply,
+    OpsReply,
+    OutputRequest,
+    ResizeRequest,
+    Selector,
+    SignalRequest,
+    StopRequest,
+)
+from dsec.bus.subjects import Caller
+from dsec.errors import DsecError, NotFound, SandboxGone, to_body
+from dsec.model import ExecSpec, Exit, ExitReason, FileReply, FileRequest, SandboxInfo, State
+
+LIST_BYTES = 600_000  # of one ListReply, estimated
+
+
+class Verbs:
+    """Serves one Edge."""
+
+    def __init__(self, edge: Edge) -> None:
+        self.edge = edge
+        self._pumps: dict[tuple[str, str], Pump] = {}  # (ulid, op) -> who holds the stream
+
+    async def serve(self) -> None:
+        edge, unit = self.edge, self.edge.bus.unit
+        meta = {"edge": edge.name, "incarnation": edge.store.incarnation}
+        control = [
+            ("exec", ExecRequest, ExecReply, self.exec),
+            ("query", ExecRequest, ExecReply, self.query),
+            ("input", InputRequest, InputReply, self.input),
+            ("signal", SignalRequest, Empty, self.signal),
+            ("resize", ResizeRequest, Empty, self.resize),
+            ("ops", Empty, OpsReply, self.ops),
+            ("info", Empty, InfoReply, self.info),
+            ("log", Empty, LogReply, self.log),
+            ("pause", Empty, Empty, self.pause),
+            ("resume", Empty, Empty, self.resume),
+            ("stop", StopRequest, Empty, self.stop),
+        ]
+        bulk = [
+            ("files", FileRequest, FileReply, self.files),
+            ("output", OutputRequest, Empty, self.output),
+            ("credit", CreditRequest, Empty, self.credit),
+        ]
+        # One subscription a verb: files and output are on another connection than the rest.
+        on_control = [
+            Route(
+                subject=subjects.sandbox_verb(unit, edge.name, name),
+                verbs=(Verb(name=name, request=request, reply=reply, handler=handler),),
+                verb_of=_fourth,
+                caller_of=_caller,
+            )
+            for name, request, reply, handler in control
+        ]
+        on_bulk = [
+            Route(
+                subject=subjects.sandbox_verb(unit, edge.name, name),
+                verbs=(Verb(name=name, request=request, reply=reply, handler=handler),),
+                verb_of=_fourth,
+                caller_of=_caller,
+            )
+            for name, request, reply, handler in bulk
+        ]
+        for_actors = Route(
+            subject=subjects.edge_all(unit, edge.name),
+            verbs=(
+                Verb(name="launch", request=LaunchRequest, reply=LaunchReply, handler=self.launch),
+                Verb(name="drain", request=DrainRequest, reply=EdgeInfo, handler=self.drain),
+                Verb(name="info", request=Empty, reply=EdgeInfo, handler=self.edge_info),
+            ),
+            verb_of=subjects.edge_verb,
+        )
+        for_all = Route(
+            subject=subjects.everyone_all(unit),
+            verbs=(
+                Verb(name="list", request=Selector, reply=ListReply, handler=self.list),
+                Verb(name="stop", request=Selector, reply=ManyReply, handler=self.stop_many),
+                Verb(name="pause", request=Selector, reply=ManyReply, handler=self.pause_many),
+                Verb(name="resume", request=Selector, reply=ManyReply, handler=self.resume_many),
+            ),
+            verb_of=_fourth,
+            caller_of=lambda subject: subjects.everyone_parse(subject)[1],
+        )
+        leases = Route(
+            subject=subjects.lease_all(unit, edge.name),
+            verbs=(Verb(name="renew", request=LeaseRenew, reply=LeaseAck, handler=self.renew),),
+            verb_of=lambda _: "renew",
+            caller_of=subjects.lease_caller,
+        )
+        text = "owns the sandboxes of one node"
+        await edge.bulk.serve("dsec-edge-bulk", *on_bulk, description=text, metadata=meta)
+        await edge.bus.serve("dsec-edge", *on_control, for_all, leases, for_actors, description=text, metadata=meta, limit=16_384)
+
+    # ------------------------------------------------------------------ finding
+    def _live(self, context: Context) -> Sandbox:
+        """The sandbox that the subject names. Raises `NotFound`, or `SandboxGone` with the reason of its end."""
+        _, caller, sid = subjects.sandbox_parse(context.subject)
+        sandbox = self.edge.sandboxes.get(sid.ulid)
+        record = sandbox.record if sandbox else self.edge.ended[sid.ulid][0] if sid.ulid in self.edge.ended else None
+        if record is None or (record.principal, record.project) != (caller.principal, caller.project):
+            raise NotFound("no such sandbox", sandbox=str(sid), fix="see `dsec ls`; the end of a sandbox is forgotten after a while")
+        if sandbox is None:
+            how = record.exit or Exit(reason=ExitReason.BROKEN)
+            raise SandboxGone(f"has ended ({how.reason}): {how.detail}".rstrip(": "), sandbox=str(sid), reason=str(how.reason))
+        return sandbox
+
+    # ------------------------------------------------------------------ commands
+    async def exec(self, context: Context, request: ExecRequest) -> ExecReply:
+        sandbox = self._live(context)
+        async with sandbox.awake(context.deadline) as instance:
+            link = instance.link
+            if request.spec is not None:
+                status = await link.start(request.op, _with_defaults(request.spec, sandbox))
+                if not status.running or not request.wait_ms:
+                    return ExecReply(status=bounded(status))
+            return ExecReply(status=bounded(await link.wait(request.op, _wait(context, request.wait_ms))))
+
+    async def query(self, context: Context, request: ExecRequest) -> ExecReply:
+        async with self._live(context).awake(context.deadline) as instance:
+            return ExecReply(status=bounded(await instance.link.wait(request.op, _wait(context, request.wait_ms))))
+
+    async def input(self, context: Context, request: InputRequest) -> InputReply:
+        async with self._live(context).awake(context.deadline) as instance:
+            return InputReply(accepted=await instance.link.input(request.op, request.offset, request.data, request.eof))
+
+    async def signal(self, context: Context, request: SignalRequest) -> Empty:
+        async with self._live(context).awake(context.deadline) as instance:
+            await instance.link.signal(request.op, request.signal, request.tree)
+        return Empty()
+
+    async def resize(self, context: Context, request: ResizeRequest) -> Empty:
+        async with self._live(context).awake(context.deadline) as instance:
+            await instance.link.resize(request.op, request.rows, request.cols)
+        return Empty()
+
+    async def ops(self, context: Context, _request: Empty) -> OpsReply:
+        async with self._live(context).awake(context.deadline) as instance:
+            return OpsReply(ops=await instance.link.ops())
+
+    async def files(self, context: Context, request: FileRequest) -> FileReply:
+        async with self._live(context).awake(context.deadline) as instance:
+            return await instance.link.files(request)
+
+    async def output(self, context: Context, request: OutputRequest) -> Empty:
+        """Begin to publish; the newest reader takes the stream over."""
+        sandbox = self._live(context)
+        caller = context.caller
+        assert caller is not None
+        _, _, sid = subjects.sandbox_parse(context.subject)
+        key = (sid.ulid, request.op)
+        older = self._pumps.get(key)
+        if older is not None:
+            older.close()
+        started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.edge.spawn(self._pump(sandbox, key, subjects.output(self.edge.bus.unit, sid, request.op, caller.project), request, started))
+        await started
+        return Empty()
+
+    async def _pump(
+        self, sandbox: Sandbox, key: tuple[str, str], subject: str, request: OutputRequest, started: asyncio.Future[None]
+    ) -> None:
+        pump: Pump | None = None
+        try:
+            async with sandbox.awake() as instance:
+                await instance.link.wait(request.op, 0)  # an unknown operation is told to the caller, not to the stream
+                pump = self._pumps[key] = Pump(self.edge.bulk, subject, instance.link, request)
+                if not started.done():
+                    started.set_result(None)
+                await pump.run()
+        except DsecError as error:
+            if not started.done():
+                started.set_exception(error)
+        finally:
+            started.cancel()
+            if pump is not None and self._pumps.get(key) is pump:
+                del self._pumps[key]
+
+    def credit(self, context: Context, request: CreditRequest) -> Empty:
+        _, _, sid = subjects.sandbox_parse(context.subject)
+        pump = self._pumps.get((sid.ulid, request.op))
+        if pump is not None and pump.reader == request.reader:
+            if request.close:
+                pump.close()
+            else:
+                pump.credit(request.credit)
+        return Empty()
+
+    # ------------------------------------------------------------------ one sandbox's life
+    async def info(self, context: Context, _request: Empty) -> InfoReply:
+        try:
+            sandbox = self._live(context)
+        except SandboxGone:
+            _, _, sid = subjects.sandbox_parse(context.subject)
+            return InfoReply(info=ended(self.edge.ended[sid.ulid][0], self.edge.name))
+        return InfoReply(info=sandbox.info(await sandbox.usage()))
+
+    async def log(self, context: Context, _request: Empty) -> LogReply:
+        with contextlib.suppress(SandboxGone):
+            return LogReply(lines=tuple(self._live(context).story.lines))
+        _, _, sid = subjects.sandbox_parse(context.subject)
+        return LogReply(lines=tuple(self.edge.ended[sid.ulid][1].lines))
+
+    async def pause(self, context: Context, _request: Empty) -> Empty:
+        await self._live(context).pause(context.deadline)
+        return Empty()
+
+    async def resume(self, context: Context, _request: Empty) -> Empty:
+        await self._live(context).resume(context.deadline)
+        return Empty()
+
+    async def stop(self, context: Context, request: StopRequest) -> Empty:
+        """Never rejected: one that has ended is stopped."""
+        with contextlib.suppress(SandboxGone):
+            await self._live(context).stop(request.grace_ms / 1000, deadline=context.deadline)
+        return Empty()
+
+    # ------------------------------------------------------------------ many
+    def _select(self, caller: Caller, selector: Selector) -> list[Sandbox]:
+        ids = frozenset(selector.ids)
+        return [
+            sandbox
+            for sandbox in self.edge.sandboxes.values()
+            if (sandbox.record.principal, sandbox.record.project) == (caller.principal, caller.project)
+            and (not ids or sandbox.id in ids)
+            and (not selector.states or sandbox.state in selector.states)
+            and _labelled(sandbox.record.spec.labels, selector.labels)
+            and (not selector.stuck or sandbox.life.release_error)
+        ]
+
+    async def list(self, context: Context, selector: Selector) -> ListReply:
+        caller = context.caller
+        assert caller is not None
+        rows: list[SandboxInfo] = [sandbox.info() for sandbox in self._select(caller, selector)]
+        if selector.stopped:
+            ids = frozenset(selector.ids)
+            rows += [
+                ended(record, self.edge.name)
+                for record, _ in self.edge.ended.values()
+                if (record.principal, record.project) == (caller.principal, caller.project)
+                and (not ids or f"{self.edge.name}-{record.ulid}" in ids)
+                and _labelled(record.spec.labels, selector.labels)
+            ]
+        kept: list[SandboxInfo] = []
+        size = 0
+        for row in rows[: selector.limit]:
+            size += len(msgspec.msgpack.encode(row))
+            if size > LIST_BYTES:
+                break
+            kept.append(row)
+        return ListReply(edge=self.edge.name, sandboxes=tuple(kept), more=len(kept) < len(rows))
+
+    async def stop_many(self, context: Context, selector: Selector) -> ManyReply:
+        return await self._each(context, selector, lambda sandbox: sandbox.stop(deadline=context.deadline))
+
+    async def pause_many(self, context: Context, selector: Selector) -> ManyReply:
+        return await self._each(context, selector, lambda sandbox: sandbox.pause(context.deadline))
+
+    async def resume_many(self, context: Context, selector: Selector) -> ManyReply:
+        return await self._each(context, selector, lambda sandbox: sandbox.resume(context.deadline))
+
+    async def _each(self, context: Context, selector: Selector, do: Callable[[Sandbox], Awaitable[None]]) -> ManyReply:
+        caller = context.caller
+        assert caller is not None
+        gate = asyncio.Semaphore(self.edge.config.stop_parallel)
+
+        async def one(sandbox: Sandbox) -> ItemResult:
+            async with gate:
+                try:
+                    await do(sandbox)
+                except DsecError as error:
+                    return ItemResult(id=sandbox.id, error=to_body(error))
+            return ItemResult(id=sandbox.id)
+
+        results = await asyncio.gather(*(one(sandbox) for sandbox in self._select(caller, selector)))
+        return ManyReply(edge=self.edge.name, results=tuple(results))
+
+    # ------------------------------------------------------------------ leases
+    def renew(self, context: Context, request: LeaseRenew) -> LeaseAck:
+        caller = context.caller
+        assert caller is not None
+        edge, now = self.edge, time.monotonic()
+        owner = (caller.principal, caller.project)
+        ttl = max(0.1, request.ttl_ms / 1000)
+        renewed = edge.leases.renew(request.lease, owner, ttl, request.seq, request.claims, request.drops, request.end, now)
+        if request.end:
+            for ulid in renewed.stop:
+                if (sandbox := edge.sandboxes.get(ulid)) is not None:
+                    edge.spawn(sandbox.on_lease())
+        # A client may also let go of what another lease of its own brought here (it attached to it).
+        dropped = set(request.drops) | (set() if request.end else set(renewed.stop))
+        for ulid in dropped:
+            sandbox = edge.sandboxes.get(ulid)
+            if sandbox is not None and (sandbox.record.principal, sandbox.record.project) == owner:
+                edge.spawn(sandbox.stop(how=Exit(reason=ExitReason.REQUESTED, detail="dropped by its client")))
+        unknown = tuple(ulid for ulid in renewed.unknown if not self._owned(ulid, owner))
+        return LeaseAck(seq=request.seq, held=renewed.held, unknown=unknown)
+
+    def _owned(self, ulid: str, owner: tuple[str, str]) -> bool:
+        sandbox = self.edge.sandboxes.get(ulid)
+        return sandbox is not None and (sandbox.record.principal, sandbox.record.project) == owner
+
+    # ------------------------------------------------------------------ the node
+    async def launch(self, _context: Context, request: LaunchRequest) -> LaunchReply:
+        return await self.edge.intake.launch(request)
+
+    async def drain(self, _context: Context, request: DrainRequest) -> EdgeInfo:
+        """Take no more; with mode "stop" or "pause" also see to those that are here."""
+        edge = self.edge
+        edge.draining = not request.undo
+        edge.beat()
+        if edge.draining and request.mode == "stop":
+            await edge.stop_all(Exit(reason=ExitReason.DRAINED, detail="the node was drained"))
+        elif edge.draining and request.mode == "pause":
+            running = [sandbox for sandbox in edge.sandboxes.values() if sandbox.state is State.RUNNING]
+            await asyncio.gather(*(sandbox.pause() for sandbox in running), return_exceptions=True)
+        return self._info()
+
+    async def edge_info(self, _context: Context, _request: Empty) -> EdgeInfo:
+        return self._info()
+
+    def _info(self) -> EdgeInfo:
+        host = self.edge.host
+        capabilities = tuple(msgspec.to_builtins(each) for each in host.capabilities)
+        return EdgeInfo(
+            heartbeat=self.edge.heartbeat(),
+            capabilities=capabilities,
+            degraded=tuple(f"{name}: {why}" for name, why in host.missing.items()),
+        )
+
+
+def _fourth(subject: str) -> str:
+    return subject.split(".", 5)[4]
+
+
+def _caller(subject: str) -> Caller:
+    return subjects.sandbox_parse(subject)[1]
+
+
+def _wait(context: Context, wait_ms: int) -> float:
+    """Seconds to wait for an end; a little less than the caller waits for the answer."""
+    left = context.remaining()
+    wait = wait_ms / 1000
+    return wait if left is None else max(0.0, min(wait, left - 0.05))
+
+
+def _with_defaults(spec: ExecSpec, sandbox: Sandbox) -> ExecSpec:
+    """What the sandbox decides where the command does not: a background command has no default time-out."""
+    if spec.timeout_ms is not None:
+        return spec
+    return msgspec.structs.replace(spec, timeout_ms=0 if spec.background else sandbox.record.spec.exec_timeout_ms)
+
+
+def _labelled(labels: dict[str, str], wanted: dict[str, str]) -> bool:
+    return all(labels.get(key) == value for key, value in wanted.items())
