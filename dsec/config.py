@@ -215,9 +215,17 @@ def render() -> str:
     return "\n".join(lines) + "\n"
 
 
+def dump(config: Config) -> str:
+    """A configuration as TOML, for a child process; `parse` reads it back to an equal one."""
+    lines: list[str] = []
+    for room, table in msgspec.to_builtins(config).items():
+        lines += [f"[{room}]", *(f"{key} = {_toml(value)}" for key, value in table.items()), ""]
+    return "\n".join(lines)
+
+
 def _toml(value: Any) -> str:
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{key} = {_toml(item)}" for key, item in value.items()) + "}"
-    if isinstance(value, tuple):
+        return "{" + ", ".join(f"{json.dumps(key)} = {_toml(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, tuple | list):
         return "[" + ", ".join(_toml(item) for item in value) + "]"
     return json.dumps(value)

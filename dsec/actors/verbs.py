@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 import msgspec
 
@@ -59,7 +60,7 @@ class Verbs:
     async def serve(self) -> None:
         edge, unit = self.edge, self.edge.bus.unit
         meta = {"edge": edge.name, "incarnation": edge.store.incarnation}
-        control = [
+        control: list[tuple[str, Any, Any, Any]] = [
             ("exec", ExecRequest, ExecReply, self.exec),
             ("query", ExecRequest, ExecReply, self.query),
             ("input", InputRequest, InputReply, self.input),
@@ -72,7 +73,7 @@ class Verbs:
             ("resume", Empty, Empty, self.resume),
             ("stop", StopRequest, Empty, self.stop),
         ]
-        bulk = [
+        bulk: list[tuple[str, Any, Any, Any]] = [
             ("files", FileRequest, FileReply, self.files),
             ("output", OutputRequest, Empty, self.output),
             ("credit", CreditRequest, Empty, self.credit),

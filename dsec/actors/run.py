@@ -1,0 +1,224 @@
+"""Run one actor until it is told to stop: ``python -m dsec.actors.run edge|scheduler|watcher``, or `dsec serve …`.
+
+When it serves, it prints one JSON line to stdout: {"ready": kind, "name": …}. SIGTERM and SIGINT end it in order.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import structlog
+
+from dsec import config as configs
+from dsec.actors import capacity
+from dsec.actors.edge import Edge
+from dsec.actors.fence import Fences
+from dsec.actors.host import Host
+from dsec.actors.scheduler import Scheduler
+from dsec.actors.store import SqliteStore
+from dsec.actors.verbs import Verbs
+from dsec.actors.watcher import Watcher
+from dsec.bus.bus import Bus, run
+from dsec.bus.events import EventPublisher
+from dsec.bus.streams import EventsConfig, ensure_events_stream
+from dsec.config import Config
+from dsec.errors import Conflict, DsecError, InvalidRequest, Unavailable
+from dsec.model import check_edge_name
+
+log = structlog.get_logger("dsec.run")
+
+
+async def connect(config: Config, name: str, *, bulk: bool = False) -> Bus:
+    bus = config.bus
+    timeout = bus.connect_timeout_ms / 1000
+    connected: Bus = await Bus.connect(bus.url, name=name, unit=bus.scale_unit, bulk=bulk, creds=bus.creds, connect_timeout=timeout)
+    return connected
+
+
+async def _ensure_stream(bus: Bus, config: Config) -> None:
+    """The events stream exists; the actors do not wait for it where JetStream is away: events are spooled."""
+    wanted = EventsConfig(
+        max_age=config.bus.events_max_age_ms / 1000, max_bytes=config.bus.events_max_bytes, replicas=config.bus.events_replicas
+    )
+    try:
+        await ensure_events_stream(bus, wanted)
+    except Conflict as error:
+        log.warning("run.stream_differs", error=str(error))
+    except DsecError as error:
+        log.warning("run.no_stream", error=str(error))
+
+
+async def _until(what: str, ask: Callable[[], Awaitable[Any]]) -> Any:
+    """What must be answered before serving, such as the fence: asked until JetStream is there."""
+    pause = 0.1
+    while True:
+        try:
+            return await ask()
+        except Unavailable as error:
+            log.warning("run.waits", what=what, error=str(error))
+            await asyncio.sleep(pause)
+            pause = min(2.0, pause * 2)
+
+
+def edge_name(config: Config) -> str:
+    """The configured name, or the host's as far as it is usable."""
+    if config.edge.name:
+        return check_edge_name(config.edge.name)
+    host = socket.gethostname().split(".")[0].lower()
+    made = "".join(c if c.isascii() and c.isalnum() else "-" for c in host).strip("-")[:40].strip("-")
+    return check_edge_name(made or "node")
+
+
+@asynccontextmanager
+async def scheduler(config: Config) -> AsyncIterator[Scheduler]:
+    """A serving Scheduler."""
+    async with AsyncExitStack() as stack:
+        bus = await connect(config, "scheduler")
+        stack.push_async_callback(bus.close)
+        actor = Scheduler(bus, config.scheduler)
+        stack.push_async_callback(actor.stop)
+        await actor.start()
+        yield actor
+
+
+@asynccontextmanager
+async def watcher(config: Config) -> AsyncIterator[Watcher]:
+    """A serving Watcher."""
+    async with AsyncExitStack() as stack:
+        bus = await connect(config, "watcher")
+        stack.push_async_callback(bus.close)
+        await _ensure_stream(bus, config)
+        fences = await _until("fence records", lambda: Fences.open(bus, config.bus.events_replicas))
+        spool = Path(config.edge.state_dir) / "spool-watcher"
+        events = await EventPublisher(bus, "watcher", spool, spool_limit=config.bus.spool_max_bytes).start()
+        actor = Watcher(bus, config.watcher, fences, events)
+        stack.push_async_callback(actor.stop)
+        await actor.start()
+        yield actor
+
+
+@asynccontextmanager
+async def edge(config: Config) -> AsyncIterator[Edge]:
+    """A serving Edge: its records are read, its fence is read, what lives is adopted."""
+    name = edge_name(config)
+    async with AsyncExitStack() as stack:
+        store = SqliteStore(config.edge.state_dir)
+        stack.push_async_callback(store.close)
+        records = await store.open()
+        control = await connect(config, f"edge {name}")
+        stack.push_async_callback(control.close)
+        bulk = await connect(config, f"edge {name}", bulk=True)
+        stack.push_async_callback(bulk.close)
+        await _ensure_stream(control, config)
+        fences = await _until("fence records", lambda: Fences.open(control, config.bus.events_replicas))
+        fenced = await _until("fence record", lambda: fences.enter(name, store.incarnation))
+        host = Host(config, name, int(store.incarnation.rpartition(".")[2]))
+        await host.open()
+        events = await EventPublisher(
+            control, name, Path(config.edge.state_dir) / "spool", spool_limit=config.bus.spool_max_bytes
+        ).start()
+        memory, cpus, pid_max = capacity.node_has()
+        limits = capacity.limits(config.edge, memory=memory, cpus=cpus, pid_max=pid_max)
+        actor = Edge(control, bulk, config.edge, name, store, host, limits, events)
+        stack.push_async_callback(_leave, actor, fences)
+        await actor.start(records, fenced)
+        if fenced:
+            await _until("fence record", lambda: fences.told(name))
+        await Verbs(actor).serve()
+        actor.beat()
+        log.info("edge.ready", edge=name, incarnation=store.incarnation, backends=list(host.planners), sandboxes=len(actor.sandboxes))
+        yield actor
+
+
+async def _leave(actor: Edge, fences: Fences) -> None:
+    await actor.stop()
+    if not actor.sandboxes:
+        with contextlib.suppress(DsecError):
+            await asyncio.wait_for(fences.leave(actor.name), 2.0)
+
+
+_KINDS: dict[str, Any] = {"scheduler": scheduler, "watcher": watcher, "edge": edge}
+
+
+def setup_log(config: Config) -> None:
+    """structlog to stderr: lines for people, or JSON."""
+    levels = logging.getLevelNamesMapping()
+    structlog.configure(
+        processors=[
+            structlog.contextvars.merge_contextvars,
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso"),
+            structlog.processors.format_exc_info,
+            structlog.processors.JSONRenderer() if config.log.json else structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty()),
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(levels[config.log.level.upper()]),
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        cache_logger_on_first_use=True,
+    )
+
+
+async def serve(kind: str, config: Config) -> None:
+    """Run an actor until SIGTERM or SIGINT. Raises what keeps it from starting."""
+    if kind not in _KINDS:
+        raise InvalidRequest("no such actor", field="kind", value=kind, fix="scheduler, watcher or edge")
+    over = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(signum, over.set)
+    async with _KINDS[kind](config) as actor:
+        sys.stdout.write(msgspec.json.encode({"ready": kind, "name": actor.name, "pid": os.getpid()}).decode() + "\n")
+        sys.stdout.flush()
+        await over.wait()
+        log.info("run.stopping", kind=kind, name=actor.name)
+
+
+def run_actor(kind: str, config: Config) -> int:
+    """Entry point of a process; 0, or 1 after an error that is told in one line."""
+    setup_log(config)
+    try:
+        run(serve(kind, config))
+    except DsecError as error:
+        log.error("run.failed", kind=kind, error=str(error))
+        sys.stderr.write(f"dsec {kind}: {error}\n")
+        return 1
+    return 0
+
+
+def run_scheduler(config: Config) -> int:
+    return run_actor("scheduler", config)
+
+
+def run_watcher(config: Config) -> int:
+    return run_actor("watcher", config)
+
+
+def run_edge(config: Config) -> int:
+    return run_actor("edge", config)
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = sys.argv[1:] if argv is None else argv
+    if not args:
+        sys.stderr.write("usage: python -m dsec.actors.run scheduler|watcher|edge [CONFIG]\n")
+        return 2
+    try:
+        config = configs.load(args[1] if len(args) > 1 else None)
+    except DsecError as error:
+        sys.stderr.write(f"dsec: {error}\n")
+        return 2
+    return run_actor(args[0], config)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
