@@ -328,7 +328,13 @@ class ContainerBackend:
     def _instance(self, plan: LaunchPlan, pid: int) -> ContainerInstance:
         from dsec.backends.guest.link import Link
 
-        link = Link(self.socket_path(plan.ulid), generation=self.options.generation, expect_pid=lambda: pid, sandbox_id=plan.id)
+        link = Link(
+            self.socket_path(plan.ulid),
+            generation=self.options.generation,
+            expect_pid=pid,
+            sandbox_id=plan.id,
+            oom_kills=functools.partial(self._cgroups.oom_kills, plan.ulid),
+        )
         instance = ContainerInstance(self, plan, pid, link)
         self._instances[plan.ulid] = instance
         return instance

@@ -17,6 +17,8 @@ from contextlib import suppress
 from typing import TypeVar, cast
 from weakref import WeakKeyDictionary
 
+import msgspec
+
 from dsec.backends.base import Chunk
 from dsec.backends.guest import wire
 from dsec.backends.guest.channel import Channel, ChannelLost, open_channel
@@ -151,6 +153,8 @@ class Link:
         idle_seconds: closes the connection after so long without a request under way.
         sandbox_id: named in errors.
         request_timeout: seconds for any answer but `wait`'s; then `DeadlineExceeded`.
+        oom_kills: the sandbox's count of OOM kills so far (blocking, called in a thread): the guest cannot see its own cgroup, so
+            a failed operation during which the count rose is the one that was killed.
 
     Raises (all methods): `SandboxGone` when nobody listens any more, `Unavailable` when the connection breaks in a request that
     must not be repeated, `Conflict` with reason ``stale_generation`` when a newer Edge has taken over.
@@ -165,6 +169,7 @@ class Link:
         idle_seconds: float = 30.0,
         sandbox_id: str = "",
         request_timeout: float = 30.0,
+        oom_kills: Callable[[], int] | None = None,
     ) -> None:
         self.path = path
         self.generation = generation
@@ -177,6 +182,9 @@ class Link:
         self._results: dict[str, _Result] = {}
         self._file_slots = asyncio.Semaphore(FILE_REQUESTS)
         self._used = 0.0
+        self._oom_kills = oom_kills
+        self._oom_seen = 0
+        self._oom_ops: deque[str] = deque(maxlen=64)  # a repeated question gets the same answer
 
     # ---- the contract
 
@@ -254,8 +262,19 @@ class Link:
                 continue  # the connection broke: ask again on a new one
             if isinstance(value, wire.Error):
                 raise self._error(value, {"op": op})
-            return _op_status(value.status, value.parts)
+            return await self._with_oom(_op_status(value.status, value.parts))
         raise self._lost()
+
+    async def _with_oom(self, status: OpStatus) -> OpStatus:
+        if self._oom_kills is None or status.exit_code == 0:
+            return status
+        if status.op not in self._oom_ops:
+            kills = await asyncio.to_thread(self._oom_kills)
+            if kills <= self._oom_seen:
+                return status
+            self._oom_seen = kills
+            self._oom_ops.append(status.op)
+        return msgspec.structs.replace(status, oom_killed=True)
 
     async def output(self, op: str, offsets: tuple[int, int] = (0, 0)) -> AsyncIterator[Chunk]:
         with _OwnFrames(self.sandbox_id):
