@@ -22,6 +22,7 @@ import msgspec
 
 from dsec import doctor_probes as probes
 from dsec import syscalls
+from dsec.layers import probe as stacking
 
 Status = Literal["ok", "fallback", "missing"]
 
@@ -141,9 +142,7 @@ def _remembered(name: str, _disable: str) -> Check:
 # --- the node -----------------------------------------------------------------------------------------------------------
 
 
-@_check(
-    "kernel", "EROFS without a loop device needs 6.12, overlay layers by descriptor about 6.13, idmapped layers 5.19", "use a newer kernel"
-)
+@_check("kernel", "EROFS without a loop device needs 6.12, layers by descriptor 6.15, idmapped layers 5.19", "use a newer kernel")
 def _kernel() -> Answer:
     release = platform.release()
     found = release.split("-", 1)[0]
@@ -293,9 +292,9 @@ def _mkfs_erofs_tar() -> Answer:
 _tried(
     "overlay_fd",
     "layers by descriptor",
-    probes.try_overlay_fd,
+    stacking.by_descriptor,
     "overlays are made by paths in a private mount namespace",
-    "use a kernel >= 6.13",
+    "use a kernel >= 6.15",
     "fallback",
 )
 _tried(
@@ -308,7 +307,7 @@ _tried(
 _tried(
     "idmap",
     "idmapped layers under an overlay",
-    probes.try_idmap,
+    stacking.idmapped,
     "user namespaces cannot be used for sandboxes, so root in one has root's id",
     "use a kernel >= 5.19",
 )
@@ -380,8 +379,8 @@ def _runc() -> Answer:
 @_check("guest", "no sandbox can start: its agent is missing", "python -m dsec.backends.guest.build")
 def _guest() -> Answer:
     folder = Path(__file__).with_name("backends") / "guest" / "bin"
-    built = sorted(path.name for path in folder.glob("*") if path.is_file())
-    return ("ok", ", ".join(built)) if built else ("missing", "the guest binary is not built")
+    wanted = folder / f"aether-{platform.machine()}"
+    return ("ok", wanted.name) if wanted.exists() else ("missing", "the guest binary is not built")
 
 
 @_check("docker", "the Docker backend is not offered", "apt-get install docker.io, or set DOCKER_HOST")

@@ -112,67 +112,9 @@ def _read(directory: int, name: str) -> bytes:
         os.close(fd)
 
 
-@contextlib.contextmanager
-def _scratch() -> Iterator[int]:
-    """A detached tmpfs with the directories ``lower``, ``upper`` and ``work``; a file ``f`` in lower."""
-    fd = syscalls.new_mount("tmpfs", [("size", "1m"), ("mode", "0755")])
-    try:
-        for name in ("lower", "upper", "work"):
-            os.mkdir(name, dir_fd=fd)
-        os.close(os.open("lower/f", os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644, dir_fd=fd))
-        yield fd
-    finally:
-        os.close(fd)
-
-
-def _overlay(scratch: int, userns: int = -1) -> None:
-    with contextlib.ExitStack() as stack:
-
-        def layer(name: str) -> int:
-            fd = syscalls.open_tree(name, syscalls.OPEN_TREE_CLONE | syscalls.OPEN_TREE_CLOEXEC, scratch)
-            stack.callback(os.close, fd)
-            if userns >= 0:
-                syscalls.mount_setattr(fd, attr_set=syscalls.MOUNT_ATTR_IDMAP, userns_fd=userns)
-            return fd
-
-        # Upper and work must be on one mount, so a clone of the scratch itself carries both.
-        top = layer(".") if userns >= 0 else scratch
-        upper = os.open("upper", os.O_PATH | os.O_CLOEXEC, dir_fd=top)
-        stack.callback(os.close, upper)
-        work = os.open("work", os.O_PATH | os.O_CLOEXEC, dir_fd=top)
-        stack.callback(os.close, work)
-        lower = layer("lower")
-        if userns >= 0:
-            # The mounter's ids must be in the map, else the overlay is silently read-only.
-            stack.callback(syscalls.setfsgid, syscalls.setfsgid(_ID_BASE))
-            stack.callback(syscalls.setfsuid, syscalls.setfsuid(_ID_BASE))
-            syscalls.regain_capabilities()
-        merged = syscalls.new_mount("overlay", [("lowerdir+", lower), ("upperdir", upper), ("workdir", work)])
-        stack.callback(os.close, merged)
-        if userns >= 0 and os.stat("f", dir_fd=merged).st_uid != _ID_BASE:
-            raise OSError(errno.EIO, "the overlay does not show mapped owners")
-        os.mkdir("written", dir_fd=merged)
-
-
-def try_overlay_fd() -> None:
-    """An overlay whose layers are given by descriptor (lowerdir+). Raises `OSError`."""
-    with _scratch() as scratch:
-        _overlay(scratch)
-
-
 def try_userns() -> None:
     """Makes a user namespace with a map and lets it go. Raises `OSError`."""
     os.close(syscalls.make_userns(_ID_BASE))
-
-
-def try_idmap() -> None:
-    """An overlay over layers that are idmapped into a user namespace. Raises `OSError`."""
-    userns = syscalls.make_userns(_ID_BASE)
-    try:
-        with _scratch() as scratch:
-            _overlay(scratch, userns)
-    finally:
-        os.close(userns)
 
 
 def try_pre_content() -> None:
