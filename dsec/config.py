@@ -88,6 +88,7 @@ class EdgeConfig(Room, frozen=True):
 
 class FakeConfig(Room, frozen=True):
     launch_ms: Annotated[float, Meta(ge=0, description="how long a launch of the fake backend takes")] = 0.0
+    launch_fail_rate: Annotated[float, Meta(ge=0, le=1, description="share of its launches that fail")] = 0.0
 
 
 class ContainerConfig(Room, frozen=True):

@@ -98,17 +98,23 @@ class Edge:
                 live.append(record)
         self.ended = OrderedDict(sorted(self.ended.items(), key=lambda item: item[1][0].ended_ts))
         survivors: dict[str, Instance] = {}
+        ends: dict[str, Exit] = {}
         for at in range(0, len(live), 16):
             part = live[at : at + 16]
             found = await asyncio.gather(*(self._find(record) for record in part)) if not fenced else [None] * len(part)
             survivors |= {record.ulid: instance for record, instance in zip(part, found, strict=True) if instance is not None}
+            for record in part:
+                planner = self.host.planners.get(record.spec.backend)
+                how = await planner.backend.last_exit(record.ulid) if planner is not None and record.ulid not in survivors else None
+                if how is not None:
+                    ends[record.ulid] = how
             await asyncio.sleep(0)  # heartbeats between the slices
         for name, backend in self.host.backends.items():
             freed = await backend.reap(frozenset(survivors))
             if freed:
                 log.info("edge.reaped", backend=name, count=len(freed))
         for record in live:
-            self._take_up(record, survivors.get(record.ulid), fenced, now)
+            self._take_up(record, survivors.get(record.ulid), fenced, ends.get(record.ulid), now)
         log.info("edge.adopted", alive=len(survivors), ended=len(live) - len(survivors), remembered=len(self.ended))
 
     async def _find(self, record: Record) -> Instance | None:
@@ -126,7 +132,7 @@ class Edge:
             return None
         return instance
 
-    def _take_up(self, record: Record, instance: Instance | None, fenced: bool, now: float) -> None:
+    def _take_up(self, record: Record, instance: Instance | None, fenced: bool, last: Exit | None, now: float) -> None:
         planner = self.host.planners.get(record.spec.backend) or next(iter(self.host.planners.values()))
         sandbox = Sandbox(self, self.name, record, _plan.decode(record.plan), planner.backend, record.slot)
         sandbox.story.add(f"adopted from {record.state} by {self.store.incarnation}")
@@ -142,6 +148,8 @@ class Edge:
                 how = record.exit
             elif record.state in STARTING:
                 how = Exit(reason=ExitReason.LAUNCH_FAILED, detail="the Edge restarted while it was being launched")
+            elif last is not None:
+                how = last
             else:
                 how = Exit(reason=ExitReason.BROKEN, detail="it ended while the Edge was away")
         if event is not On.ADOPTED_PAUSED:

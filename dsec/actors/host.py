@@ -96,11 +96,12 @@ class Host:
     async def _open(self, name: str) -> Planner:
         state_dir = self.config.edge.state_dir
         if name == "fake":
-            from dsec.backends.fake import FakeBackend
+            from dsec.backends.fake import FakeBackend, Faults
 
-            fake = FakeBackend()
+            faults = Faults(launch_delay=self.config.fake.launch_ms / 1000, launch_fail_rate=self.config.fake.launch_fail_rate)
+            fake = FakeBackend(faults, edge=self.edge, generation=self.generation)
             await fake.open()
-            return FakePlanner(fake, Node(edge=self.edge, state_dir=state_dir, backends=("fake",), disk_modes=("tmpfs", "dir")))
+            return FakePlanner(fake, fake.node)
         if name == "container":
             from dsec.backends.container import ContainerBackend, Options
 
@@ -146,5 +147,4 @@ class Host:
     async def close(self, *, nothing_lives: bool) -> None:
         """Let go; with ``nothing_lives`` helper processes and empty groups go too."""
         for planner in self.planners.values():
-            shutdown = getattr(planner.backend, "shutdown", None) if nothing_lives else None
-            await (shutdown() if shutdown is not None else planner.backend.close())
+            await (planner.backend.shutdown() if nothing_lives else planner.backend.close())

@@ -187,10 +187,18 @@ class Backend(Protocol):
         """Take over a sandbox that an earlier Edge launched; None when it does not live any more (its remains are then freed by `reap`)."""
         ...
 
+    async def last_exit(self, ulid: str) -> Exit | None:
+        """How a sandbox of an earlier Edge ended, where the node still knows; asked after `adopt` answered None, before `reap`."""
+        ...
+
     async def reap(self, known: frozenset[str]) -> tuple[str, ...]:
         """Free what belongs to this Edge on this node but to no ulid in ``known``; answers the ulids that it freed."""
         ...
 
     async def close(self) -> None:
         """Let go without ending sandboxes (the holder keeps them)."""
+        ...
+
+    async def shutdown(self) -> None:
+        """`close`, and end what served the node (holder process, empty groups). Only when no sandbox lives."""
         ...
