@@ -26,7 +26,7 @@ def parser() -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=found.ABOUT, description=found.ABOUT)
         command.add_argument("--json", action="store_true", help="nothing but the JSON object on stdout")
         command.add_argument("--cache", default=str(harness.CACHE), help="where layers are kept (default .cache in the checkout)")
-        command.add_argument("--base", default="tiny", choices=("tiny", "debian-12"), help="base layer of the sandboxes (default tiny)")
+        command.add_argument("--base", default="busybox", choices=("busybox", "debian-12"), help="base layer (default busybox)")
         command.add_argument("--no-peers", dest="peers", action="store_false", help="leave the other runtimes out; their ratios are null")
         for option, default in found.DEFAULTS.items():
             command.add_argument(f"--{option.replace('_', '-')}", type=type(default), default=default, help=f"default {default}")

@@ -25,11 +25,12 @@ async def run(options: Namespace) -> dict[str, object]:
             finally:
                 await sandbox.stop()
 
+        root = await stack.enter_async_context(harness.rootfs(session))
         ways = {"dsec": ours}
         absent: dict[str, str] = {}
         for name in peers.NAMES if options.peers else ():
             try:
-                peer = await stack.enter_async_context(peers.peer(name, session))
+                peer = await stack.enter_async_context(peers.peer(name, root))
             except peers.Absent as error:
                 absent[name] = str(error)
                 harness.say(f"{name}: {error}")

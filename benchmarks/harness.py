@@ -15,12 +15,14 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
 import libdsec
 from dsec import syscalls
-from dsec.actors import Cluster
+from dsec.actors.up import Cluster
+from dsec.bus import codec, subjects
+from dsec.bus.bus import Bus
+from dsec.bus.messages import Heartbeat
 from dsec.layers import mounts
+from dsec.layers.bootstrap import bootstrap_debian, bootstrap_tiny
 from dsec.layers.store import LayerStore
 
 if TYPE_CHECKING:
@@ -34,12 +36,30 @@ class WrongAnswer(RuntimeError):
     """A command answered something else than the nonce that was made for it: the figure would be worth nothing."""
 
 
-class Session(msgspec.Struct):
-    """A running cluster with a client, and the name of the base layer."""
+class Session:
+    """A running cluster with one Edge, a client of it, and the name of the base layer."""
 
-    cluster: Cluster
-    client: libdsec.Client
-    image: str
+    def __init__(self, cluster: Cluster, client: libdsec.Client, store: LayerStore, image: str) -> None:
+        self.cluster, self.client, self.store, self.image = cluster, client, store, image
+        self.edge = next(iter(cluster.edges.values()))
+        runtime = shutil.which("crun") or shutil.which("runc") or "no runtime"
+        self.driver = f"libdsec over NATS, container backend ({Path(runtime).name})"
+
+    def edge_rss(self) -> int:
+        """Resident bytes of the Edge's process and of its holder's."""
+        return rss(self.edge.pid) + sum(rss(pid) for pid in holders(str(self.cluster.dir)))
+
+    @asynccontextmanager
+    async def heartbeats(self) -> AsyncIterator[list[Heartbeat]]:
+        """Collects the Edge's heartbeats while the block runs, and waits for one more at its end: it tells of the last second."""
+        beats: list[Heartbeat] = []
+        bus = await Bus.connect(self.cluster.url, name="benchmark")
+        try:
+            await bus.subscribe(subjects.heartbeat_all(bus.unit), lambda msg: beats.append(codec.decode(msg.data, Heartbeat)))
+            yield beats
+            await asyncio.sleep(1.1)
+        finally:
+            await bus.close()
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
@@ -90,10 +110,9 @@ def say(text: str) -> None:
 
 
 @asynccontextmanager
-async def rootfs(cluster: Cluster, image: str) -> AsyncIterator[Path]:
+async def rootfs(session: Session) -> AsyncIterator[Path]:
     """The base layer as a read-only directory, for the peers."""
-    store = LayerStore(cluster.config.layers.store_dir)
-    plan = await store.mount_plan((await store.resolve(image)).digest)
+    plan = await session.store.mount_plan((await session.store.resolve(session.image)).digest)
     place = Path(tempfile.mkdtemp(prefix="dsec-bench-root-"))
     layer = await asyncio.to_thread(mounts.open_layer, plan)
     try:
@@ -107,16 +126,23 @@ async def rootfs(cluster: Cluster, image: str) -> AsyncIterator[Path]:
         place.rmdir()
 
 
+async def make_base(store: LayerStore, name: str) -> str:
+    """The base layer's name, once it is in the store."""
+    ref = await (bootstrap_tiny(store, progress=say) if name == "busybox" else bootstrap_debian(store, name=name, progress=say))
+    return ref.name
+
+
 @asynccontextmanager
 async def session(options: Namespace) -> AsyncIterator[Session]:
     """A cluster of one node with an empty state directory, gone afterwards; the layer store in the cache stays."""
     mark = f"bench-{secrets.token_hex(4)}"
+    store = LayerStore(Path(options.cache) / "layers")
+    image = await make_base(store, options.base)
     state = Path(tempfile.mkdtemp(prefix=f"dsec-{mark}-"))
+    overrides = {"layers": {"store_dir": str(store.root)}, "edge": {"memory_overcommit": 4.0}}
     try:
-        async with Cluster(state_dir=state, edge_name=mark, store_dir=Path(options.cache) / "layers") as cluster:
-            image = await cluster.bootstrap(options.base, progress=say)
-            async with libdsec.connect(cluster.url) as client:
-                yield Session(cluster, client, image)
+        async with Cluster(state, edges=(mark,), overrides=overrides) as cluster, libdsec.connect(cluster.url) as client:
+            yield Session(cluster, client, store, image)
     finally:
         await asyncio.to_thread(shutil.rmtree, state, True)
 
@@ -175,6 +201,20 @@ def rss(pid: int) -> int:
         return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except OSError:
         return 0
+
+
+def holders(mark: str) -> list[int]:
+    """Processes whose command line bears the mark and names the holder."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                command = (entry / "cmdline").read_bytes()
+            except OSError:
+                continue
+            if mark.encode() in command and b"holder" in command:
+                found.append(int(entry.name))
+    return found
 
 
 def peak_rss(pid: int | str = "self") -> int:

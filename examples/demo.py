@@ -23,8 +23,11 @@ from pathlib import Path
 import msgspec
 
 import libdsec
-from dsec.actors import Cluster
+from dsec.actors.up import Cluster
 from dsec.errors import DsecError
+from dsec.layers.bootstrap import bootstrap_debian
+from dsec.layers.importer import import_dir
+from dsec.layers.store import LayerStore
 from dsec.model import MIB
 from examples import assets, leftovers
 from examples.misbehave import COMMANDS, Verdict, misbehave
@@ -97,15 +100,16 @@ def rows(members: list[Member]) -> list[Row]:
     return table
 
 
-async def make_layers(cluster: Cluster, trajectory: Trajectory, cache: Path, say: Reporter) -> tuple[str, str, str]:
-    """Base, workspace and toolkit layers in the node's store; what the cache has is not made again. Returns their names."""
-    base = await cluster.bootstrap("debian-12", progress=say.say)
+async def make_layers(trajectory: Trajectory, cache: Path, say: Reporter) -> tuple[str, str, str]:
+    """Base, workspace and toolkit in the layer store; what the cache has is not made again. Returns their names."""
+    store = LayerStore(cache / "layers")
+    base = await bootstrap_debian(store, progress=say.say)
     workspace = await asyncio.to_thread(assets.workspace_tree, trajectory, cache / "demo")
     toolkit = await asyncio.to_thread(assets.toolkit_tree, trajectory, cache / "demo")
     source = trajectory.workspace
-    first = await cluster.import_layer(workspace, f"{source.project}-{source.version}-bug")
-    second = await cluster.import_layer(toolkit, "toolkit-pytest")
-    return base, first, second
+    first = await import_dir(store, workspace, f"{source.project}-{source.version}-bug")
+    second = await import_dir(store, toolkit, "toolkit-pytest")
+    return base.name, first.name, second.name
 
 
 async def run_member(
@@ -121,9 +125,9 @@ async def run_member(
         member.problems.append(f"{type(error).__name__}: {error}")
 
 
-async def job(cluster: Cluster, trajectory: Trajectory, count: int, say: Reporter, cache: Path) -> tuple[list[Member], float]:
+async def job(url: str, layers: tuple[str, str, str], trajectory: Trajectory, count: int, say: Reporter) -> tuple[list[Member], float]:
     """The burst and all that happens in it; every sandbox is stopped when this returns."""
-    image, workspace, toolkit = await make_layers(cluster, trajectory, cache, say)
+    image, workspace, toolkit = layers
     spec = libdsec.spec(
         image,
         workspace=workspace,
@@ -138,7 +142,7 @@ async def job(cluster: Cluster, trajectory: Trajectory, count: int, say: Reporte
     )
     gate = asyncio.Semaphore(2 * (os.cpu_count() or 1))
     members: list[Member] = []
-    async with libdsec.connect(cluster.url) as dsec:
+    async with libdsec.connect(url) as dsec:
         started = time.perf_counter()
         say.say(f"burst of {count}: {image} + {workspace} + {toolkit}")
         async with dsec.burst(spec, count, deadline=120) as burst:
@@ -171,9 +175,12 @@ async def run(count: int, say: Reporter, cache: Path) -> Summary:
     took = 0.0
     problems: list[str] = []
     try:
+        layers = await make_layers(trajectory, cache, say)
         say.say("starting nats-server, Scheduler, Watcher and one Edge")
-        async with Cluster(state_dir=state, edge_name=mark, store_dir=cache / "layers") as cluster:
-            members, took = await job(cluster, trajectory, count, say, cache)
+        # Limits may add up to more than the machine has: most of a sandbox's limit is never used.
+        overrides = {"layers": {"store_dir": str(cache / "layers")}, "edge": {"memory_overcommit": 4.0}}
+        async with Cluster(state, edges=(mark,), overrides=overrides) as cluster:
+            members, took = await job(cluster.url, layers, trajectory, count, say)
             say.say("stopping")
     except DsecError as error:
         problems.append(f"{type(error).__name__}: {error}")
