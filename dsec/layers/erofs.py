@@ -103,12 +103,6 @@ async def build(tree: str, image: str, found: Survey, *, all_root: bool = False,
         raise
 
 
-async def extract(image: str, tree: str) -> None:
-    """Unpack an image for a kernel that cannot mount it, with owners and modes. fsck.erofs 1.5 does not restore extended attributes."""
-    program = tools.find("fsck.erofs", "erofs-utils")
-    await tools.run([program, f"--extract={tree}", "--preserve", image])
-
-
 def file_digest(path: str | os.PathLike[str]) -> str:
     """``sha256:…`` of a file's bytes; blocking, about 0.6 ms a MiB without SHA instructions."""
     with open(path, "rb") as file:

@@ -28,7 +28,7 @@ from typing import Literal
 import msgspec
 
 from dsec.errors import Conflict, InvalidRequest, NodeError, NotFound
-from dsec.layers import erofs, index, mounts
+from dsec.layers import erofs, erofs_read, index, mounts
 from dsec.layers.mounts import LayerMount
 from dsec.layers.stack import close_matches
 from dsec.model import LayerRef
@@ -349,7 +349,7 @@ class LayerStore:
     async def _unpack(self, digest: str, target: str) -> None:
         image = self._blobs / (digest.replace(":", "-") + ".erofs")
         async with self.staging() as directory:
-            await erofs.extract(str(image), str(directory / "tree"))
+            await asyncio.to_thread(erofs_read.unpack, str(image), directory / "tree")
             await asyncio.to_thread(self._place_unpacked, directory / "tree", target)
 
     def _place_unpacked(self, tree: Path, target: str) -> None:
