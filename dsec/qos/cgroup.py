@@ -366,5 +366,11 @@ def _number(path: str, default: int | None = None) -> int:
 
 
 def _fields(path: str) -> dict[str, int]:
-    with open(path) as file:
-        return {key: int(value) for key, _, value in (line.partition(" ") for line in file) if value.strip().isdigit()}
+    """Key-value lines of a control file; none when the group is gone (v1 answers ENODEV to a file that was open while it went)."""
+    try:
+        with open(path) as file:
+            return {key: int(value) for key, _, value in (line.partition(" ") for line in file) if value.strip().isdigit()}
+    except OSError as error:
+        if error.errno in (errno.ENODEV, errno.ENOENT):
+            return {}
+        raise
