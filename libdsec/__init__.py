@@ -23,7 +23,7 @@ from libdsec.process import OutputEvent, Process
 from libdsec.results import ExecFailed, ExecResult, ItemOutcome, Output
 from libdsec.sandbox import Sandbox
 from libdsec.session import Session
-from libdsec.spec import spec
+from libdsec.spec import Options, spec
 
 __all__ = [
     "Burst",
@@ -43,6 +43,7 @@ __all__ = [
     "ItemOutcome",
     "NodeError",
     "NotFound",
+    "Options",
     "Output",
     "OutputEvent",
     "Process",

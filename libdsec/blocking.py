@@ -160,7 +160,7 @@ class Client:
 
     def burst(
         self,
-        specs: SandboxSpec | Sequence[SandboxSpec],
+        specs: str | SandboxSpec | Sequence[SandboxSpec],
         n: int | None = None,
         min_ready: int | None = None,
         deadline: float = 120.0,

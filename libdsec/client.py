@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Any, Literal, NoReturn, Self, TypeVar, Unpack
 
 from dsec.bus import subjects
-from dsec.bus.messages import ClusterView, Event, Lease, ListReply, ManyReply, Selector
+from dsec.bus.messages import ClusterView, Empty, Event, InfoReply, Lease, ListReply, ManyReply, Selector
 from dsec.bus.subjects import Caller
 from dsec.bus.transport import Msg, Subscription
 from dsec.errors import DsecError, InvalidRequest, NotFound, SandboxGone, Unavailable, from_body
@@ -24,6 +24,7 @@ from libdsec.spec import Options, labels_map, milliseconds, spec, text, wrong
 from libdsec.wire import Wire
 
 T = TypeVar("T")
+Handles = list[Sandbox]
 Outcomes = list[ItemOutcome]  # a method is called `list` below
 
 URL_VARIABLE, PROJECT_VARIABLE = "DSEC_URL", "DSEC_PROJECT"
@@ -173,9 +174,33 @@ class Client:
         made = await create_one(self, _spec_of(image, options), milliseconds(timeout, "timeout") / 1000)
         return made
 
+    async def create_many(
+        self,
+        specs: str | SandboxSpec | Sequence[SandboxSpec],
+        n: int | None = None,
+        *,
+        min_ready: int | None = None,
+        timeout: float = 120.0,
+    ) -> Handles:
+        """As `burst`, for sandboxes that outlive this client if their spec says ``on_client_loss="keep"``; those that became ready.
+
+        Raises `BurstError` (and leaves nothing) when fewer than ``min_ready`` did.
+        """
+        burst = self.burst(specs, n, min_ready, timeout)
+        made = False
+        await burst.__aenter__()
+        try:
+            found = await burst.wait()
+            made = True
+            return found
+        finally:
+            burst._close("the burst was left")
+            if not made:
+                await self._stop_all(burst.sandboxes)
+
     def burst(
         self,
-        specs: SandboxSpec | Sequence[SandboxSpec],
+        specs: str | SandboxSpec | Sequence[SandboxSpec],
         n: int | None = None,
         min_ready: int | None = None,
         deadline: float = 120.0,
@@ -184,12 +209,12 @@ class Client:
         """Many sandboxes: ``async with client.burst(spec, 64) as b: async for sandbox in b: …``.
 
         Args:
-            specs: one spec for ``n`` sandboxes, or one for each.
+            specs: one spec (or an image's name) for ``n`` sandboxes, or one for each.
             min_ready: fewer than these raise `BurstError`; None = all of them. What is not ready at the ``deadline`` (seconds) is
                 cancelled and listed in ``failed``.
             keep_partial: leave those that are ready running when a `BurstError` is raised.
         """
-        expanded = expand(specs, n)
+        expanded = expand(spec(specs) if isinstance(specs, str) else specs, n)
         least = len(expanded) if min_ready is None else min_ready
         if isinstance(least, bool) or not isinstance(least, int) or not 0 <= least <= len(expanded):
             raise wrong("is out of range", "min_ready", min_ready, f"use a whole number from 0 to {len(expanded)}")
@@ -291,14 +316,28 @@ class Client:
             for item in reply.results
         ]
         seen = {result.id for result in results}
-        for sandbox_id in chosen.ids:
-            if sandbox_id not in seen:
-                edge = SandboxId.parse(sandbox_id).edge
-                missing: DsecError = NotFound("no such sandbox", sandbox=sandbox_id)
-                if edge in silent:
-                    missing = Unavailable("its node does not answer", sandbox=sandbox_id, reason="silent")
-                results.append(ItemOutcome(id=sandbox_id, error=missing))
+        missing = [sandbox_id for sandbox_id in chosen.ids if sandbox_id not in seen]
+        results += await asyncio.gather(*(self._absent(verb, sandbox_id, silent) for sandbox_id in missing))
         return results
+
+    async def _absent(self, verb: str, sandbox_id: str, silent: Sequence[str]) -> ItemOutcome:
+        """What to say of an id that no Edge has among the living. Stopping what has ended is fine."""
+        error: DsecError
+        if SandboxId.parse(sandbox_id).edge in silent:
+            error = Unavailable("its node does not answer", sandbox=sandbox_id, reason="silent")
+            return ItemOutcome(id=sandbox_id, error=error)
+        try:
+            info = (await self._request(SandboxId.parse(sandbox_id), "info", Empty(), InfoReply, timeout=5.0)).info
+        except Unavailable:
+            error = NotFound("no such sandbox, or its node is away", sandbox=sandbox_id)
+        except DsecError as problem:
+            error = problem
+        else:
+            if verb == "stop":
+                return ItemOutcome(id=sandbox_id)
+            reason = str(info.exit.reason) if info.exit is not None else ""
+            error = SandboxGone("the sandbox has ended", sandbox=sandbox_id, reason=reason)
+        return ItemOutcome(id=sandbox_id, error=error)
 
     # ------------------------------------------------------------------ inside
     async def _request(

@@ -1,0 +1,238 @@
+"""`dsec layer …`: the layer store of this node."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from dsec.commands.common import Settings, age, common, emit, pairs, run, size_text, table
+
+if TYPE_CHECKING:
+    from dsec.layers.store import LayerInfo, LayerStore
+
+
+@click.group("layer")
+def layer_command() -> None:
+    """Layers of this node's store: what sandboxes are composed of."""
+
+
+def stored(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Adds --config and --store."""
+    function = click.option("--store", default=None, metavar="DIR", help="The layer store. [default: from the configuration]")(function)
+    return click.option("--config", default=None, metavar="FILE", help="Configuration file. [env: DSEC_CONFIG]")(function)
+
+
+def open_store(config: str | None, store: str | None) -> LayerStore:
+    from dsec.commands.local import layers_directory
+    from dsec.layers.store import LayerStore
+
+    return LayerStore(store or layers_directory(config))
+
+
+def told(settings: Settings, work: Callable[[Callable[[str], None]], Coroutine[Any, Any, Any]]) -> Any:
+    """Run something long; what it says goes to standard error."""
+    return run(work(lambda line: None if settings.json else click.echo(line, err=True)))
+
+
+def show_ref(settings: Settings, name: str, digest: str) -> None:
+    emit({"name": name, "digest": digest}) if settings.json else click.echo(f"{name}  {digest}")
+
+
+@layer_command.command("bootstrap")
+@click.argument("kind", type=click.Choice(["debian", "tiny"]))
+@click.option("--name", default=None, help="Name of the layer. [default: debian-12 or busybox]")
+@click.option("--suite", default="bookworm", show_default=True)
+@click.option("--package", multiple=True, help="One more package.")
+@click.option("--refresh", is_flag=True, help="Make it anew even when it is there.")
+@stored
+@common
+def bootstrap(
+    settings: Settings,
+    kind: str,
+    name: str | None,
+    suite: str,
+    package: tuple[str, ...],
+    refresh: bool,
+    config: str | None,
+    store: str | None,
+) -> None:
+    """Make a base layer: a small Debian (with Python, git and a user `agent`), or tiny, which is busybox alone."""
+    from dsec.layers import bootstrap as made
+
+    target = open_store(config, store)
+    if kind == "debian":
+        packages = (*made.DEBIAN_PACKAGES, *package)
+        ref = told(
+            settings,
+            lambda tell: made.bootstrap_debian(
+                target, suite=suite, packages=packages, name=name or "debian-12", refresh=refresh, progress=tell
+            ),
+        )
+    else:
+        ref = told(settings, lambda tell: made.bootstrap_tiny(target, name or "busybox", refresh=refresh, progress=tell))
+    show_ref(settings, ref.name, ref.digest)
+
+
+@layer_command.command("import")
+@click.argument("source", metavar="DIR|TAR|GIT[@REV]")
+@click.option("--name", default="", help="Name of the layer. [default: from SOURCE]")
+@click.option("--at", default=None, metavar="PATH", help="Where it stands in the sandbox. [default: /, for git /workspace/REPO]")
+@click.option("--owner", default=None, metavar="UID:GID", help="Who owns everything. [default: as in SOURCE]")
+@click.option("-e", "--env", multiple=True, metavar="KEY=VALUE", help="Variable for sandboxes on this layer.")
+@click.option("-w", "--workdir", default="", help="Working directory for sandboxes on this layer.")
+@click.option("-u", "--user", default="", help="User for sandboxes on this layer.")
+@stored
+@common
+def import_(
+    settings: Settings,
+    source: str,
+    name: str,
+    at: str | None,
+    owner: str | None,
+    env: tuple[str, ...],
+    workdir: str,
+    user: str,
+    config: str | None,
+    store: str | None,
+) -> None:
+    """Make a layer of a directory, a tar file (- reads one from standard input) or a git repository at one revision."""
+    import os
+    import sys
+
+    from dsec.layers import importer
+    from dsec.layers.store import LayerConfig
+
+    target = open_store(config, store)
+    options: dict[str, Any] = {"owner": _owner(owner), "config": LayerConfig(env=pairs(env, "-e"), workdir=workdir, user=user)}
+    if at is not None:
+        options["at"] = at
+    plain = os.path.basename(os.path.abspath(source))
+    if source == "-":
+        if not name:
+            raise click.UsageError("a tar from standard input needs --name")
+        ref = told(settings, lambda tell: importer.import_tar(target, sys.stdin.buffer, name, progress=tell, **options))
+    elif os.path.isdir(source) and not os.path.exists(os.path.join(source, "HEAD")):
+        ref = told(settings, lambda tell: importer.import_dir(target, source, name or plain, progress=tell, **options))
+    elif os.path.isfile(source):
+        stem = plain.split(".tar")[0].removesuffix(".tgz")
+        ref = told(settings, lambda tell: importer.import_tar(target, source, name or stem, progress=tell, **options))
+    elif "://" in source or source.endswith(".git") or "@" in source or os.path.isdir(source):
+        url, rev = split_revision(source)
+        ref = told(settings, lambda tell: importer.import_git(target, url, rev, name, progress=tell, **options))
+    else:
+        from dsec.errors import NotFound
+
+        raise NotFound("no such directory, file or repository", field="source", value=source)
+    show_ref(settings, ref.name, ref.digest)
+
+
+def split_revision(source: str) -> tuple[str, str]:
+    """``url@rev`` -> (url, rev). The @ of ``git@host:path`` is none of a revision."""
+    head, _, last = source.rpartition("@")
+    path_begins = "/" in head.partition("://")[2] if "://" in source else "/" in head or ":" in head
+    return (head, last) if head and ":" not in last and path_begins else (source, "HEAD")
+
+
+def _owner(text: str | None) -> tuple[int, int] | None:
+    if text is None:
+        return None
+    try:
+        uid, _, gid = text.partition(":")
+        return int(uid), int(gid or uid)
+    except ValueError:
+        raise click.UsageError(f"--owner {text!r} is not UID:GID") from None
+
+
+@layer_command.command("list")
+@stored
+@common
+def list_(settings: Settings, config: str | None, store: str | None) -> None:
+    """Layers with their names, oldest first."""
+    found = run(open_store(config, store).list())
+    if settings.json:
+        emit(found)
+        return
+    rows = [(", ".join(i.names), i.digest[:19], size_text(i.size), str(i.stored), age(i.created_ts), i.source) for i in found]
+    table(["NAMES", "DIGEST", "SIZE", "STORED", "AGE", "SOURCE"], rows)
+
+
+layer_command.add_command(list_, "ls")
+
+
+@layer_command.command("info")
+@click.argument("name")
+@stored
+@common
+def info(settings: Settings, name: str, config: str | None, store: str | None) -> None:
+    """One layer's record."""
+    _one(settings, run(open_store(config, store).info(name)))
+
+
+@layer_command.command("verify")
+@click.argument("name")
+@stored
+@common
+def verify(settings: Settings, name: str, config: str | None, store: str | None) -> None:
+    """Read a layer whole and compare it with its digest."""
+    _one(settings, run(open_store(config, store).verify(name)))
+
+
+@layer_command.command("rm")
+@click.argument("names", nargs=-1, required=True, metavar="NAME...")
+@stored
+@common
+def rm(settings: Settings, names: tuple[str, ...], config: str | None, store: str | None) -> None:
+    """Remove layers that no sandbox uses."""
+
+    async def work() -> list[LayerInfo]:
+        opened = open_store(config, store)
+        return [await opened.remove(name) for name in names]
+
+    removed = run(work())
+    if settings.json:
+        emit(removed)
+    else:
+        click.echo("\n".join(info.digest for info in removed))
+
+
+@layer_command.command("tag")
+@click.argument("name")
+@click.argument("target", required=False)
+@click.option("--remove", is_flag=True, help="Take NAME away; the layer stays.")
+@stored
+@common
+def tag(settings: Settings, name: str, target: str | None, remove: bool, config: str | None, store: str | None) -> None:
+    """Let NAME stand for TARGET (a name or a digest)."""
+    opened = open_store(config, store)
+    if remove == (target is not None):
+        raise click.UsageError("give a TARGET, or --remove")
+    if target is None:
+        run(opened.untag(name))
+        emit({"name": name}) if settings.json else click.echo(name)
+        return
+    ref = run(opened.tag(name, target))
+    show_ref(settings, ref.name, ref.digest)
+
+
+@layer_command.command("gc")
+@stored
+@common
+def gc(settings: Settings, config: str | None, store: str | None) -> None:
+    """Remove what has no name and no user."""
+    removed = run(open_store(config, store).gc())
+    if settings.json:
+        emit(removed)
+    else:
+        click.echo(f"{len(removed.digests)} layers, {size_text(removed.bytes)} freed; {len(removed.in_use)} in use")
+
+
+def _one(settings: Settings, info_: LayerInfo) -> None:
+    if settings.json:
+        emit(info_)
+        return
+    for field in info_.__struct_fields__:
+        value = getattr(info_, field)
+        if value not in ("", (), None):
+            click.echo(f"{field + ':':<12}{value}")

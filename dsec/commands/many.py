@@ -1,0 +1,249 @@
+"""Commands about sandboxes and nodes that exist: ls, info, stop, pause, resume, events, logs, node."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from dsec.commands import outcome
+from dsec.commands.common import Settings, age, common, emit, pairs, run, size_text, table
+
+if TYPE_CHECKING:
+    from dsec.bus.messages import ClusterView, Event
+    from dsec.model import SandboxInfo
+    from libdsec import ItemOutcome
+
+
+def label_text(labels: dict[str, str]) -> str:
+    return ",".join(f"{key}={value}" for key, value in sorted(labels.items()))
+
+
+@click.command("ls")
+@click.option("-a", "--all", "stopped", is_flag=True, help="Also those that have ended and are remembered.")
+@click.option("--stuck", is_flag=True, help="Only those whose resources could not be freed.")
+@click.option("-l", "--label", multiple=True, metavar="KEY=VALUE", help="Only with this label.")
+@click.option("--state", multiple=True, help="Only in this state.")
+@click.option("-q", "--quiet", is_flag=True, help="Ids only.")
+@common
+def ls_command(settings: Settings, stopped: bool, stuck: bool, label: tuple[str, ...], state: tuple[str, ...], quiet: bool) -> None:
+    """List the sandboxes of the project, oldest first."""
+
+    async def work() -> list[SandboxInfo]:
+        async with settings.connect() as client:
+            return await client.list(pairs(label, "--label"), states=state, stopped=stopped or stuck, stuck=stuck)
+
+    found = run(work())
+    if settings.json:
+        emit(found)
+    elif quiet:
+        for info in found:
+            click.echo(info.id)
+    else:
+        table(
+            ["ID", "IMAGE", "STATE", "AGE", "LABELS"],
+            [(i.id, i.image, state_text(i), age(i.created_ts), label_text(i.labels)) for i in found],
+        )
+
+
+def state_text(info: SandboxInfo) -> str:
+    if info.stuck:
+        return f"{info.state} (stuck: {info.stuck})"
+    if info.exit is not None:
+        return f"{info.state} ({info.exit.reason})"
+    return str(info.state)
+
+
+@click.command("info")
+@click.argument("sandbox_id", metavar="ID")
+@common
+def info_command(settings: Settings, sandbox_id: str) -> None:
+    """Everything about one sandbox: state, layers, limits, use, how it ended."""
+
+    async def work() -> SandboxInfo:
+        from dsec.bus.messages import Empty, InfoReply
+        from dsec.model import SandboxId
+
+        sid = SandboxId.parse(sandbox_id)
+        async with settings.connect() as client:
+            return (await client._request(sid, "info", Empty(), InfoReply)).info
+
+    info = run(work())
+    if settings.json:
+        emit(info)
+        return
+    usage, limits = info.usage, info.resources
+    rows: list[tuple[str, str]] = [
+        ("id", info.id),
+        ("state", state_text(info)),
+        ("image", info.image),
+        ("layers", ", ".join(f"{layer.name} ({layer.digest[:19]})" for layer in info.layers)),
+        ("backend", info.backend),
+        ("project", f"{info.project} (as {info.principal})"),
+        ("labels", label_text(info.labels)),
+        ("created", f"{age(info.created_ts)} ago"),
+        ("last used", f"{age(info.last_active_ts)} ago" if info.last_active_ts else ""),
+        ("memory", f"{size_text(usage.memory) if usage else '?'} of {size_text(limits.memory)}"),
+        ("cpu", f"{usage.cpu_ms / 1000:.2f} s used; share of {limits.cpus:g}" if usage else f"share of {limits.cpus:g}"),
+        ("processes", f"{usage.pids if usage else '?'} of {limits.pids}"),
+        ("disk", f"{size_text(usage.disk) if usage else '?'} of {size_text(limits.disk)}"),
+        ("not enforced", ", ".join(info.degraded)),
+        ("exit", f"{info.exit.reason}: {info.exit.detail}".rstrip(": ") if info.exit else ""),
+    ]
+    for name, value in rows:
+        if value:
+            click.echo(f"{name + ':':<14}{value}")
+
+
+def many(verb: str, help_: str) -> click.Command:
+    @click.command(verb, help=help_)
+    @click.argument("ids", nargs=-1, metavar="[ID]...")
+    @click.option("-l", "--label", multiple=True, metavar="KEY=VALUE", help="All with this label.")
+    @click.option("--all", "everything", is_flag=True, help="All of the project.")
+    @common
+    def command(settings: Settings, ids: tuple[str, ...], label: tuple[str, ...], everything: bool) -> int:
+        if not ids and not label and not everything:
+            raise click.UsageError("name ids, or give --label or --all")
+
+        async def work() -> list[ItemOutcome]:
+            async with settings.connect() as client:
+                method = {"stop": client.stop, "pause": client.pause, "resume": client.resume}[verb]
+                return await method(pairs(label, "--label"), ids=ids, everything=everything)
+
+        results = run(work())
+        if settings.json:
+            emit(results)
+        for result in results:
+            if result.error is not None:
+                click.echo(f"dsec: {result.id}: {result.error.message}", err=True)
+            elif not settings.json:
+                click.echo(result.id)
+        return next((outcome.code_of(result.error) for result in results if result.error is not None), 0)
+
+    return command
+
+
+stop_command = many("stop", "End sandboxes and release all that they hold. Stopping one that has ended is fine.")
+pause_command = many("pause", "Freeze sandboxes: no CPU, no reservation. Any request thaws them.")
+resume_command = many("resume", "Thaw sandboxes.")
+
+
+@click.command("events")
+@click.option("-f", "--follow", is_flag=True, help="Go on with what happens from now on.")
+@click.option("--since", default=None, metavar="-10m|UNIX|all", help="Where to begin. [default: all there is; with -f: now]")
+@click.option("-l", "--label", multiple=True, metavar="KEY=VALUE")
+@click.option("--kind", multiple=True, help="Only events of this kind: created, running, paused, resumed, stopped, …")
+@click.option("--id", "ids", multiple=True, metavar="ID", help="Only of this sandbox.")
+@common
+def events_command(
+    settings: Settings, follow: bool, since: str | None, label: tuple[str, ...], kind: tuple[str, ...], ids: tuple[str, ...]
+) -> None:
+    """Events of the project; with --json one object a line."""
+
+    async def work() -> None:
+        start = since if since is not None or follow else "all"
+        async with settings.connect() as client:
+            async for event in client.events(pairs(label, "--label"), since=start, follow=follow, kinds=kind, ids=ids):
+                if settings.json:
+                    emit(event)
+                else:
+                    click.echo(event_line(event))
+
+    run(work())
+
+
+def event_line(event: Event) -> str:
+    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(event.wall_ts))
+    detail = " ".join(f"{key}={value}" for key, value in event.detail.items())
+    return f"{when}  {event.kind:<10} {event.sb or event.edge}  {detail}".rstrip()
+
+
+@click.command("logs")
+@click.argument("sandbox_id", metavar="ID")
+@common
+def logs_command(settings: Settings, sandbox_id: str) -> None:
+    """The story of one sandbox's life, as its node tells it."""
+
+    async def work() -> tuple[str, ...]:
+        from dsec.bus.messages import Empty, LogReply
+        from dsec.model import SandboxId
+
+        sid = SandboxId.parse(sandbox_id)
+        async with settings.connect() as client:
+            return (await client._request(sid, "log", Empty(), LogReply)).lines
+
+    lines = run(work())
+    if settings.json:
+        emit(lines)
+    else:
+        for line in lines:
+            click.echo(line)
+
+
+@click.group("node")
+def node_command() -> None:
+    """Nodes of the cluster."""
+
+
+@node_command.command("ls")
+@common
+def node_ls(settings: Settings) -> None:
+    """Nodes with their load, as the Watcher sees them."""
+
+    async def work() -> ClusterView:
+        async with settings.connect() as client:
+            return await client.nodes()
+
+    view = run(work())
+    if settings.json:
+        emit(view)
+        return
+    rows = []
+    for node in sorted(view.nodes, key=lambda node: node.edge):
+        load = node.load
+        silent = view.ages_ms.get(node.edge, 0)
+        state = "lost" if node.edge in view.lost else "draining" if node.draining else "silent" if silent > 5_000 else "up"
+        rows.append(
+            (
+                node.edge,
+                state,
+                ",".join(node.backends),
+                " ".join(f"{count} {name}" for name, count in sorted(node.states.items()) if count),
+                f"{load.slots_total - load.slots_free}/{load.slots_total}",
+                f"{size_text(load.memory_total - load.memory_free)}/{size_text(load.memory_total)}",
+                f"{load.cpus_reserved:g}/{load.cpus_total:g}",
+            )
+        )
+    rows += [(name, "lost", "", "", "", "", "") for name in sorted(view.lost) if all(node.edge != name for node in view.nodes)]
+    table(["NODE", "STATE", "BACKENDS", "SANDBOXES", "SLOTS", "MEMORY", "CPUS"], rows)
+
+
+@node_command.command("drain")
+@click.argument("node")
+@click.option(
+    "--mode", type=click.Choice(["wait", "stop", "pause"]), default="wait", show_default=True, help="What becomes of its sandboxes."
+)
+@click.option("--undo", is_flag=True, help="Take sandboxes again.")
+@common
+def node_drain(settings: Settings, node: str, mode: str, undo: bool) -> None:
+    """Give NODE no new sandboxes."""
+
+    async def work() -> Any:
+        from dsec.bus import subjects
+        from dsec.bus.messages import DrainRequest, EdgeInfo
+        from dsec.model import check_edge_name
+
+        name = check_edge_name(node)
+        async with settings.connect() as client:
+            wire = client._wire
+            subject = subjects.edge(wire.unit, name, "drain")
+            return await wire.ask_again(
+                subject, DrainRequest(mode=mode, undo=undo), EdgeInfo, timeout=30.0, silence=5.0, what=f"the node {name}"
+            )
+
+    run(work())
+    if settings.json:
+        emit({"node": node, "draining": not undo})
+    else:
+        click.echo(f"{node}: {'takes sandboxes again' if undo else 'takes no new sandboxes'}")
