@@ -7,6 +7,7 @@ running ones is bounded, and the request above the bound is answered `Busy` at o
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
@@ -18,12 +19,14 @@ from dsec.bus import call, codec
 from dsec.bus.idempotency import Idempotency, Key
 from dsec.bus.subjects import Caller
 from dsec.bus.transport import Msg, Subscription, log
-from dsec.errors import Busy, DeadlineExceeded, Denied, DsecError, NotFound, to_body
+from dsec.errors import Busy, DeadlineExceeded, Denied, DsecError, InvalidRequest, NotFound, to_body
 
 if TYPE_CHECKING:
     from dsec.bus.bus import Bus
 
 T = TypeVar("T")
+
+_NAME = re.compile(r"[A-Za-z0-9_-]+")  # ADR-32
 
 
 class Context:
@@ -84,7 +87,6 @@ class Route(msgspec.Struct, frozen=True, kw_only=True):
     """A subscription and the verbs behind it.
 
     ``verb_of(subject)`` names the verb; ``caller_of(subject)`` says who asks. ``queue`` "" = every instance gets each request.
-    ``silent``: a request that this instance does not know or cannot decode is left unanswered (scatter-gather).
     """
 
     subject: str
@@ -121,6 +123,11 @@ class Service:
         limit: int = 4096,
         idempotency: Idempotency | None = None,
     ) -> None:
+        if not _NAME.fullmatch(name):
+            raise InvalidRequest("not a usable service name", field="name", value=name, fix="use A-Z a-z 0-9 _ -")
+        for verb in (verb for route in routes for verb in route.verbs):
+            if verb.idempotent and not asyncio.iscoroutinefunction(verb.handler):
+                raise InvalidRequest("an idempotent verb needs an async handler", field=f"verbs.{verb.name}")
         self.bus = bus
         self.name = name
         self.version = version

@@ -15,14 +15,27 @@ from __future__ import annotations
 
 import asyncio
 import re
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
+if "aiohttp" in sys.modules:
+    from nats.aio.client import Client, RawCredentials, Server
+else:
+    # nats-py imports aiohttp for its WebSockets, which we do not offer: 90 ms of every command line. None = "not installed".
+    sys.modules["aiohttp"] = None  # type: ignore[assignment]
+    try:
+        from nats.aio.client import Client, RawCredentials, Server
+    finally:
+        del sys.modules["aiohttp"]
 from nats import errors as nats_errors
-from nats.aio.client import Client
+from nats.aio.errors import ErrInvalidUserCredentials
 
 from dsec.bus.transport import Events, Msg, RawCallback
 from dsec.errors import Denied, InvalidRequest, Unavailable
+
+# The other modules take nats-py's names from here, so that this import is the first.
+__all__ = ["OUTGOING_LIMIT", "DirectClient", "ErrInvalidUserCredentials", "RawCredentials", "Server", "nats_errors", "wire_headers"]
 
 READ_BUFFER = 256 * 1024
 OUTGOING_LIMIT = 2 * 1024 * 1024

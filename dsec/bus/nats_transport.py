@@ -12,10 +12,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import msgspec
-from nats import errors as nats_errors
-from nats.aio.client import RawCredentials, Server
 
-from dsec.bus.nats_client import OUTGOING_LIMIT, DirectClient
+from dsec.bus.nats_client import OUTGOING_LIMIT, DirectClient, ErrInvalidUserCredentials, RawCredentials, Server, nats_errors
 from dsec.bus.transport import Events, Headers, Msg, RawCallback
 from dsec.errors import DeadlineExceeded, Denied, DsecError, InvalidRequest, Unavailable, Unsupported
 
@@ -96,6 +94,8 @@ class NatsTransport:
         servers = [part.strip() for part in url.split(",") if part.strip()]
         if not servers or not all(map(_usable, servers)):
             raise InvalidRequest("not a usable NATS URL", field="url", value=_without_secret(url), fix="use nats://host:4222")
+        if options.creds and "BEGIN NATS USER JWT" not in options.creds and not Path(options.creds).expanduser().is_file():
+            raise InvalidRequest("no such credentials file", field="creds", value=options.creds)
         refused: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
         last: list[Exception] = []
 
@@ -126,6 +126,8 @@ class NatsTransport:
         except (TimeoutError, OSError, nats_errors.Error) as error:
             if isinstance(error, DsecError):
                 raise
+            if isinstance(error, ErrInvalidUserCredentials):
+                raise InvalidRequest("not a credentials file", field="creds") from error
             raise _refusal([error], url) if _is_auth(error) else _absent([error], url) from error
         except (ValueError, AttributeError, ImportError, TypeError) as error:  # what nats-py and nkeys raise for bad input
             raise InvalidRequest(f"cannot use these connection options: {error}", field="url", value=url) from error

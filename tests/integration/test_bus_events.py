@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
+import uvloop
 
 from dsec import errors
 from dsec.bus import Bus, EventPublisher, EventReader, EventsConfig, ensure_events_stream, kv_bucket
@@ -16,6 +17,15 @@ from dsec.bus.server import NatsServer
 from dsec.bus.streams import ask
 from dsec.model import SandboxId, new_ulid
 from tests.fixtures_bus import Opener
+
+
+pytestmark = pytest.mark.filterwarnings("ignore:Overriding the .event_loop_policy")
+
+
+@pytest.fixture(scope="module")
+def event_loop_policy() -> asyncio.AbstractEventLoopPolicy:
+    """Actors run on uvloop, so these tests do; the contract suite runs on asyncio's own loop."""
+    return uvloop.EventLoopPolicy()
 
 
 class Source:
@@ -97,7 +107,7 @@ async def test_readers_filter(nats_server: NatsServer, open_bus: Opener, tmp_pat
 
 
 async def test_an_outage_loses_no_event(nats_server: NatsServer, open_bus: Opener, tmp_path: Path) -> None:
-    """Events posted before, during and after an outage of nats-server all arrive once; the reader resumes by itself; the spool ends empty."""
+    """Events posted before, during and after an outage all arrive once; the reader resumes by itself; the spool ends empty."""
     bus, other = await open_bus(), await open_bus()
     await ensure_events_stream(bus)
     source = Source()

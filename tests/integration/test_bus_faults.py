@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+import uvloop
 
 from dsec import errors
 from dsec.bus import Bus, Context, Msg, Route, Verb, subjects
@@ -20,6 +21,16 @@ from dsec.bus.nats_transport import NatsTransport, check_version
 from dsec.bus.server import NatsServer
 from dsec.errors import DsecError
 from tests.fixtures_bus import Opener
+
+
+pytestmark = pytest.mark.filterwarnings("ignore:Overriding the .event_loop_policy")
+
+
+@pytest.fixture(scope="module")
+def event_loop_policy() -> asyncio.AbstractEventLoopPolicy:
+    """Actors run on uvloop, so these tests do; the contract suite runs on asyncio's own loop."""
+    return uvloop.EventLoopPolicy()
+
 
 EDGE = subjects.edge("main", "n1", "stop")
 
