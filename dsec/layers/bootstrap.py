@@ -22,6 +22,7 @@ from dsec.layers.tools import Progress, silent
 from dsec.model import LayerRef
 
 DEBIAN_PACKAGES = ("python3", "git", "ca-certificates", "procps", "patch", "make", "curl")
+_KEYRING = "/usr/share/keyrings/debian-archive-keyring.gpg"
 _RECIPE = 1  # raised when the steps below change, so that cached bases are made again
 # Left out as Debian's slim images do; licences stay.
 _EXCLUDE = ("/usr/share/man/*", "/usr/share/info/*", "/usr/share/lintian/*", "/usr/share/locale/*", "/usr/share/doc/*")
@@ -61,6 +62,10 @@ async def bootstrap_debian(
         progress(f"{name} is up to date")
         return ready
     program = tools.find("mmdebstrap", "mmdebstrap")
+    if not sources and not os.path.exists(_KEYRING):
+        raise Unsupported(
+            "this machine has no key for Debian's archive", reason=f"no {_KEYRING}", fix="apt-get install debian-archive-keyring"
+        )
     meta = LayerInfo(
         digest="",
         stored="erofs",

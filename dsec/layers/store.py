@@ -182,7 +182,7 @@ class LayerStore:
         return await asyncio.to_thread(self._verify, name)
 
     async def remove(self, name: str, pinned: Collection[str] = ()) -> LayerInfo:
-        """Remove a layer and all its names. Raises `NotFound`, and `Conflict` while a sandbox uses it (or ``pinned`` names its digest)."""
+        """Remove a layer and all its names. Raises `NotFound`, and `Conflict` while a node has it mounted or ``pinned`` names it."""
         return await asyncio.to_thread(self._remove, name, frozenset(pinned))
 
     async def gc(self, pinned: Collection[str] = ()) -> Removed:
@@ -340,7 +340,10 @@ class LayerStore:
         if info.stored == "tree":
             return LayerMount(kind="dir", source=str(blob))
         if self._kind is None:
-            self._kind = mounts.probe(str(blob))
+            try:
+                self._kind = mounts.probe(str(blob))
+            except OSError as error:  # not root, as a rule
+                raise NodeError(f"cannot mount the layer: {error}", field="layer", value=digest, retryable=False) from error
         kind = self._kind[0]
         if kind == "dir":
             return LayerMount(kind="dir", source=str(self._unpacked(digest)))
@@ -404,7 +407,7 @@ class LayerStore:
             info = self._info(name)
             with self._claimed(info) as free:
                 if not free or info.digest in pinned:
-                    raise Conflict("a sandbox uses this layer", field="layer", value=name, fix="stop its sandboxes first")
+                    raise Conflict("a node or sandbox uses this layer", field="layer", value=name, fix="stop its sandboxes and the node")
                 for tag in info.names:
                     self._index.append(index.Entry(op="untag", name=tag))
                 self._delete(info)
