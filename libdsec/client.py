@@ -233,8 +233,7 @@ class Client:
             fix = "see `dsec node ls`"
             raise Unavailable(f"the node {sid.edge} does not answer", sandbox=sandbox_id, reason=error.reason, fix=fix) from error
         if info.state is State.STOPPED:
-            reason = info.exit.reason if info.exit is not None else ""
-            raise SandboxGone("the sandbox has ended", sandbox=sandbox_id, reason=str(reason))
+            raise gone(sandbox_id, info)
         sandbox.layers, sandbox.degraded = info.layers, info.degraded
         return sandbox
 
@@ -335,8 +334,7 @@ class Client:
         else:
             if verb == "stop":
                 return ItemOutcome(id=sandbox_id)
-            reason = str(info.exit.reason) if info.exit is not None else ""
-            error = SandboxGone("the sandbox has ended", sandbox=sandbox_id, reason=reason)
+            error = gone(sandbox_id, info)
         return ItemOutcome(id=sandbox_id, error=error)
 
     # ------------------------------------------------------------------ inside
@@ -428,6 +426,13 @@ class SandboxContext:
         if self._sandbox is not None:
             await self._client._stop_all([self._sandbox])
         return False
+
+
+def gone(sandbox_id: str, info: SandboxInfo) -> SandboxGone:
+    """The error for a handle to one that has ended: when and why is in ``info.exit``."""
+    if info.exit is None:
+        return SandboxGone("has ended", sandbox=sandbox_id)
+    return SandboxGone(f"has ended ({info.exit.reason}): {info.exit.detail}".rstrip(": "), sandbox=sandbox_id, reason=str(info.exit.reason))
 
 
 def _spec_of(image: str | SandboxSpec, options: Options) -> SandboxSpec:

@@ -97,6 +97,11 @@ def run(work: Coroutine[Any, Any, T]) -> T:
 
     try:
         return asyncio.run(outer())
+    except BaseExceptionGroup as group:
+        error: BaseException = group
+        while isinstance(error, BaseExceptionGroup):  # the tasks of a group fail for one reason: the first
+            error = error.exceptions[0]
+        raise error from group
     except asyncio.CancelledError:
         if received and received[0] != signal.SIGINT:
             raise SystemExit(128 + received[0]) from None
