@@ -129,6 +129,8 @@ class Census:
 
     def _files(self) -> Iterable[str]:
         for root in self.roots:
+            if root in self.keep:
+                continue
             for folder, below, names in os.walk(root):
                 below[:] = [name for name in below if os.path.join(folder, name) not in self.keep]
                 for name in (*names, *below):
