@@ -135,7 +135,7 @@ class ContainerBackend:
         self._closed = False
         self._runtime = ""
         self._root = self._prefix = ""
-        self._by_paths = syscalls.disabled("overlay_fd")
+        self._by_paths = False  # overlays by paths, not by descriptors: the holder knows what its kernel can
 
     # --- the node --------------------------------------------------------------------------------------------------
 
@@ -179,7 +179,7 @@ class ContainerBackend:
                 linger=self.options.holder_linger,
             )
             hello = await self._holder.request("hello")
-            self._root, self._prefix = hello["root"], hello["prefix"]
+            self._root, self._prefix, self._by_paths = hello["root"], hello["prefix"], hello["by_paths"]
 
     async def close(self) -> None:
         self._closed = True

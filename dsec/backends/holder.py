@@ -90,10 +90,13 @@ class Holder:
         self.epoll = select.epoll()
         self.edges: dict[int, Edge] = {}
         self.layers: dict[str, int] = {}
+        self.pins: dict[str, int] = {}
         self.sandboxes: dict[str, Sandbox] = {}
         self.exits: dict[str, dict[str, Any]] = {}
         self.by_fd: dict[int, tuple[str, Sandbox]] = {}
         self.place = ""
+        self.by_paths = False  # overlays are made by paths, and layers are attached in our namespace
+        self.attached: dict[str, str] = {}
         self.alone_since = time.monotonic()
         self.running = True
 
@@ -134,7 +137,18 @@ class Holder:
         finally:
             os.close(out)
         syscalls.mount_setattr(fd, attr_set=syscalls.MOUNT_ATTR_RDONLY)
-        self.layers[GUEST_LAYER] = fd
+        self.by_paths = syscalls.disabled("overlay_fd") or not _can_clone(fd)
+        self._hold(GUEST_LAYER, fd)
+
+    def _hold(self, key: str, fd: int) -> None:
+        """Keep a layer's mount. A kernel that cannot clone detached mounts (before Linux 6.15) gets it attached here; the descriptor
+        is good for both."""
+        if self.by_paths:
+            place = f"{self.place}/held-{key.removeprefix('sha256:')[:64]}"
+            os.mkdir(place, 0o700)
+            syscalls.move_mount(fd, place)
+            self.attached[key] = place
+        self.layers[key] = fd
 
     # --- requests --------------------------------------------------------------------------------------------------
 
@@ -143,6 +157,7 @@ class Holder:
             "pid": os.getpid(),
             "root": f"{self.place}/root",
             "prefix": f"{self.place}/l",
+            "by_paths": self.by_paths,
             "disabled": os.environ.get("DSEC_DISABLE", ""),
         }
 
@@ -156,14 +171,25 @@ class Holder:
         if call["key"] not in self.layers:
             import msgspec
 
-            from dsec.layers.mounts import LayerMount, open_layer
+            from dsec.layers.mounts import LayerMount, open_layer, pin_layer
 
-            self.layers[call["key"]] = open_layer(msgspec.convert(call["mount"], LayerMount))
+            mount = msgspec.convert(call["mount"], LayerMount)
+            pin = pin_layer(mount)  # `dsec layer rm` and gc leave a layer alone while this is open
+            try:
+                self._hold(call["key"], open_layer(mount))
+            except BaseException:
+                os.close(pin)
+                raise
+            self.pins[call["key"]] = pin
         return {}
 
     def op_drop_layer(self, call: Call) -> dict[str, Any]:
         if call["key"] != GUEST_LAYER and (fd := self.layers.pop(call["key"], None)) is not None:
             os.close(fd)
+            os.close(self.pins.pop(call["key"]))
+            if place := self.attached.pop(call["key"], ""):
+                syscalls.umount2(place, syscalls.MNT_DETACH)
+                os.rmdir(place)
         return {}
 
     def op_launch(self, call: Call) -> dict[str, Any] | None:
@@ -407,6 +433,15 @@ class Holder:
     def _unwatch(self, fd: int) -> None:
         self.by_fd.pop(fd, None)
         self.epoll.unregister(fd)
+
+
+def _can_clone(fd: int) -> bool:
+    """Whether this kernel clones a mount that is attached nowhere."""
+    try:
+        os.close(syscalls.open_tree("", syscalls.OPEN_TREE_CLONE | syscalls.AT_EMPTY_PATH, fd))
+    except OSError:
+        return False
+    return True
 
 
 def _high(fd: int) -> int:
