@@ -6,7 +6,6 @@ mmdebstrap runs in mount and pid namespaces of its own, so whatever way it ends 
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import json
 import os
@@ -55,7 +54,7 @@ async def bootstrap_debian(
             raise InvalidRequest("not a usable word for apt", field=field, value=word, fix="use a name that apt knows")
     if os.geteuid() != 0:
         raise Unsupported("a Debian base can be made by root only", reason="not root", fix="run as root")
-    sources = aptsources.for_suite(await asyncio.to_thread(aptsources.of_machine), suite)
+    sources = aptsources.for_suite(await tools.in_thread(aptsources.of_machine), suite)
     shown = aptsources.render(sources, credentials=False)
     recipe = _recipe("debian", suite, variant, sorted(packages), shown)
     if not refresh and (ready := await _cached(store, name, recipe)):
@@ -80,7 +79,7 @@ async def bootstrap_debian(
         mirrors: list[str] = []
         if sources:
             mirrors = [str(stage / "machine.sources")]
-            await asyncio.to_thread(Path(mirrors[0]).write_text, aptsources.render(sources, credentials=True))
+            await tools.in_thread(Path(mirrors[0]).write_text, aptsources.render(sources, credentials=True))
         os.chmod(stage, 0o711)  # apt's own user has to reach the tree
         await tools.run(
             [
@@ -95,7 +94,7 @@ async def bootstrap_debian(
             env={"TMPDIR": str(stage), **_proxies()},
             progress=_only_messages(progress),
         )
-        await asyncio.to_thread(_clean_debian, tree, shown)
+        await tools.in_thread(_clean_debian, tree, shown)
         return await importer.pack(store, stage, name, meta, progress=progress)
 
 
@@ -112,8 +111,8 @@ async def bootstrap_tiny(store: LayerStore, name: str = "busybox", *, refresh: b
     async with store.staging() as stage:
         busybox = await _fetch_busybox(stage / "fetch", progress)
         applets = (await tools.run([str(busybox), "--list-full"])).split()
-        await asyncio.to_thread(_lay_out_tiny, stage / "tree", busybox, applets)
-        await asyncio.to_thread(shutil.rmtree, stage / "fetch")
+        await tools.in_thread(_lay_out_tiny, stage / "tree", busybox, applets)
+        await tools.in_thread(shutil.rmtree, stage / "fetch")
         return await importer.pack(store, stage, name, meta, progress=progress)
 
 

@@ -50,13 +50,13 @@ async def import_dir(
         raise InvalidRequest("not a directory", field="path", value=source, fix="give a directory, a tar or a git repository")
     _check_owner(owner)
     meta = LayerInfo(digest="", stored="erofs", size=0, source=f"dir {source}", at=at, config=config or LayerConfig())
-    found = await asyncio.to_thread(erofs.survey, source)
+    found = await tools.in_thread(erofs.survey, source)
     progress(f"{found.entries} entries, {found.bytes / 1e6:.1f} MB")
     if where == "." and owner is None and found.sockets == 0 and erofs.available() and _is_plain_root(source):
         async with store.staging() as stage:  # nothing to change, so nothing to copy
             return await _pack_image(store, Path(source), stage, name, meta, found, progress)
     async with store.staging() as stage:
-        target = await asyncio.to_thread(_make_parents, stage / "tree", where)
+        target = await tools.in_thread(_make_parents, stage / "tree", where)
         await tools.run([tools.find("cp", "coreutils"), "-a", "--reflink=auto", "--", source + "/.", str(target)])
         return await pack(store, stage, name, meta, where=where, owner=owner, progress=progress)
 
@@ -86,7 +86,7 @@ async def import_tar(
         raise NotFound("no such tar file", field="path", value=source, fix="give a file of this node")
     meta = LayerInfo(digest="", stored="erofs", size=0, source=f"tar {label}", at=at, config=config or LayerConfig())
     async with store.staging() as stage:
-        target = await asyncio.to_thread(_make_parents, stage / "tree", where)
+        target = await tools.in_thread(_make_parents, stage / "tree", where)
         stop = untar.Stop()
         work = asyncio.create_task(asyncio.to_thread(untar.extract, source, target, limits or untar.Limits(), stop, owner is None))
         try:
@@ -135,7 +135,7 @@ async def import_git(
         base = LayerConfig(env=base.env, workdir=at, user=base.user)
     shown = _USERINFO.sub("", url)
     async with store.staging() as stage:
-        target = await asyncio.to_thread(_make_parents, stage / "tree", where)
+        target = await tools.in_thread(_make_parents, stage / "tree", where)
         commit = await _checkout(url, rev, str(target), str(stage / "fetched"), progress)
         meta = LayerInfo(digest="", stored="erofs", size=0, source=f"git {shown} {commit}", at=at, config=base)
         return await pack(store, stage, name, meta, where=where, owner=owner or (0, 0), progress=progress)
@@ -177,7 +177,7 @@ async def _checkout(url: str, rev: str, target: str, scratch: str, progress: Pro
     await run("checkout", "--quiet", "-B", "main", "FETCH_HEAD")
     commit, when = (await run("log", "-1", "--format=%H %ct")).split()
     await run("read-tree", "HEAD")
-    await asyncio.to_thread(_settle_git, target, int(when))
+    await tools.in_thread(_settle_git, target, int(when))
     progress(f"commit {commit[:12]}")
     return commit
 
@@ -197,7 +197,7 @@ async def pack(
 ) -> LayerRef:
     """Turn ``<stage>/tree`` into a layer and put it into the store."""
     tree = stage / "tree"
-    found = await asyncio.to_thread(_settle, tree, where, owner)
+    found = await tools.in_thread(_settle, tree, where, owner)
     if erofs.available():
         return await _pack_image(store, tree, stage, name, meta, found, progress)
     progress("mkfs.erofs is not installed: stored as a plain directory")

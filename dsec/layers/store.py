@@ -28,7 +28,7 @@ from typing import Literal
 import msgspec
 
 from dsec.errors import Conflict, InvalidRequest, NodeError, NotFound
-from dsec.layers import erofs, erofs_read, index, mounts
+from dsec.layers import erofs, erofs_read, index, mounts, tools
 from dsec.layers.mounts import LayerMount
 from dsec.layers.stack import close_matches
 from dsec.model import LayerRef
@@ -108,19 +108,19 @@ class LayerStore:
 
     async def resolve(self, name: str) -> LayerRef:
         """`lookup` in a thread."""
-        return await asyncio.to_thread(self.lookup, name)
+        return await tools.in_thread(self.lookup, name)
 
     async def tag(self, name: str, target: str) -> LayerRef:
         """Let ``name`` mean the layer that ``target`` (a name or digest) means now. Raises `NotFound`, `InvalidRequest`."""
-        return await asyncio.to_thread(self._tag, name, target)
+        return await tools.in_thread(self._tag, name, target)
 
     async def untag(self, name: str) -> None:
         """Forget a name; the content stays until `gc`. Raises `NotFound`."""
-        await asyncio.to_thread(self._untag, name)
+        await tools.in_thread(self._untag, name)
 
     async def history(self, name: str) -> tuple[index.Entry, ...]:
         """What a name has meant, oldest first."""
-        return await asyncio.to_thread(self._index.history, name)
+        return await tools.in_thread(self._index.history, name)
 
     # --- content -----------------------------------------------------------------------------------------------------
 
@@ -130,16 +130,16 @@ class LayerStore:
         ``meta`` supplies source, recipe, at and config; its digest, size and times are computed. Raises `InvalidRequest` when the
         file is no EROFS image, `NodeError` when the disk fails.
         """
-        return await asyncio.to_thread(self._put_image, os.fspath(path), name, meta)
+        return await tools.in_thread(self._put_image, os.fspath(path), name, meta)
 
     async def put_tree(self, path: str | os.PathLike[str], name: str = "", meta: LayerInfo | None = None) -> LayerRef:
         """Take a directory inside `staging` as it is, for nodes without mkfs.erofs. It must hold nothing that is still written to."""
-        return await asyncio.to_thread(self._put_tree, os.fspath(path), name, meta)
+        return await tools.in_thread(self._put_tree, os.fspath(path), name, meta)
 
     @contextlib.asynccontextmanager
     async def staging(self) -> AsyncIterator[Path]:
         """A private directory on the store's file system, removed at the end. One that a crash leaves is removed by `gc`."""
-        directory, lock = await asyncio.to_thread(self._stage)
+        directory, lock = await tools.in_thread(self._stage)
         try:
             yield directory
         finally:
@@ -152,7 +152,7 @@ class LayerStore:
         Needs the right to mount, as it tries (once a store). Raises `NotFound`, and `NodeError` when the content's size is not the
         recorded one (a truncated or replaced blob).
         """
-        plan = await asyncio.to_thread(self._mount_plan, digest)
+        plan = await tools.in_thread(self._mount_plan, digest)
         if plan.kind == "dir" and not os.path.exists(plan.source):
             await self._unpack(digest, plan.source)
         return plan
@@ -163,7 +163,7 @@ class LayerStore:
 
     async def info(self, name: str) -> LayerInfo:
         """The record of a layer given by name or digest, with its names. Raises `NotFound`."""
-        return await asyncio.to_thread(self._info, name)
+        return await tools.in_thread(self._info, name)
 
     async def config(self, digest: str) -> LayerConfig:
         """Environment, workdir and user recorded at import. Raises `NotFound`."""
@@ -171,23 +171,23 @@ class LayerStore:
 
     async def list(self) -> tuple[LayerInfo, ...]:
         """Every layer with its names, newest first."""
-        return await asyncio.to_thread(self._list)
+        return await tools.in_thread(self._list)
 
     async def check(self, name: str) -> LayerInfo:
         """That the content is there with its recorded size (no hashing). Raises `NotFound`, `NodeError`."""
-        return await asyncio.to_thread(lambda: self._checked(self.lookup(name).digest))
+        return await tools.in_thread(lambda: self._checked(self.lookup(name).digest))
 
     async def verify(self, name: str) -> LayerInfo:
         """Hash the content again. Raises `NodeError` when it is not what its name says."""
-        return await asyncio.to_thread(self._verify, name)
+        return await tools.in_thread(self._verify, name)
 
     async def remove(self, name: str, pinned: Collection[str] = ()) -> LayerInfo:
         """Remove a layer and all its names. Raises `NotFound`, and `Conflict` while a node has it mounted or ``pinned`` names it."""
-        return await asyncio.to_thread(self._remove, name, frozenset(pinned))
+        return await tools.in_thread(self._remove, name, frozenset(pinned))
 
     async def gc(self, pinned: Collection[str] = ()) -> Removed:
         """Remove the layers that have no name, are not in ``pinned`` and are not in use, and what crashes left behind."""
-        return await asyncio.to_thread(self._gc, frozenset(pinned))
+        return await tools.in_thread(self._gc, frozenset(pinned))
 
     # --- blocking parts ----------------------------------------------------------------------------------------------
 
@@ -352,8 +352,8 @@ class LayerStore:
     async def _unpack(self, digest: str, target: str) -> None:
         image = self._blobs / (digest.replace(":", "-") + ".erofs")
         async with self.staging() as directory:
-            await asyncio.to_thread(erofs_read.unpack, str(image), directory / "tree")
-            await asyncio.to_thread(self._place_unpacked, directory / "tree", target)
+            await tools.in_thread(erofs_read.unpack, str(image), directory / "tree")
+            await tools.in_thread(self._place_unpacked, directory / "tree", target)
 
     def _place_unpacked(self, tree: Path, target: str) -> None:
         os.sync()

@@ -3,19 +3,33 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import shutil
 import signal
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from typing import ParamSpec, TypeVar
 
-from dsec.errors import NodeError, Unsupported
+from dsec.errors import DsecError, NodeError, Unsupported
 
+P = ParamSpec("P")
+T = TypeVar("T")
 Progress = Callable[[str], None]
 
 
 def silent(_line: str) -> None:
     """The default progress callback."""
+
+
+async def in_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """`asyncio.to_thread`, with the disk's errors (full, read-only, damaged, vanished) as `NodeError`; a full disk may be retried."""
+    try:
+        return await asyncio.to_thread(function, *args, **kwargs)
+    except DsecError:
+        raise
+    except OSError as error:
+        raise NodeError(f"the layer store's disk: {error}", retryable=error.errno in (errno.ENOSPC, errno.EDQUOT)) from error
 
 
 def find(name: str, package: str) -> str:

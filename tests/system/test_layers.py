@@ -7,6 +7,7 @@ import contextlib
 import os
 import struct
 import sys
+import tarfile
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -35,6 +36,31 @@ syscalls.mount("/dev", place + "/dev", None, syscalls.MS_BIND | syscalls.MS_REC)
 os.chroot(place)
 os.chdir("/")
 os.execve("/bin/sh", ["sh", "-c", sys.argv[3]], {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin"})
+"""
+
+
+_FULL_DISK = """
+import asyncio, os, sys
+from dsec import syscalls
+from dsec.errors import DsecError
+from dsec.layers import importer
+from dsec.layers.store import LayerStore
+top = sys.argv[1]
+syscalls.unshare(syscalls.CLONE_NEWNS)
+syscalls.mount("none", "/", None, syscalls.MS_REC | syscalls.MS_PRIVATE)
+syscalls.mount("none", top + "/disk", "tmpfs", 0, "size=3m")
+async def main():
+    store = LayerStore(top + "/disk/store")
+    said = []
+    tried = [(importer.import_dir, top + "/big", {}), (importer.import_dir, top + "/big", {"at": "/x"})]
+    for make, source, more in (*tried, (importer.import_tar, top + "/big.tar", {})):
+        try:
+            await make(store, source, "big", **more)
+        except DsecError as error:
+            said.append(type(error).__name__)
+    await importer.import_dir(store, top + "/small", "small")
+    print(*said, len(await store.list()), len(os.listdir(store.root / "tmp")))
+asyncio.run(main())
 """
 
 
@@ -242,6 +268,19 @@ async def test_words_that_are_not_for_apt_are_refused(field: str, arguments: dic
     with pytest.raises(InvalidRequest) as caught:
         await bootstrap.bootstrap_debian(store, **arguments)  # type: ignore[arg-type]
     assert caught.value.field == field
+
+
+async def test_a_full_disk_is_the_nodes_fault_and_leaves_nothing_half_made(tmp_path: Path) -> None:
+    """In a store of 3 MB: a layer of 8 MB by directory and by tar is a typed error; a small one goes in afterwards."""
+    (tmp_path / "big").mkdir()
+    (tmp_path / "big/file").write_bytes(os.urandom(8 << 20))
+    (tmp_path / "small").mkdir()
+    (tmp_path / "disk").mkdir()
+    with tarfile.open(tmp_path / "big.tar", "w") as archive:
+        archive.add(tmp_path / "big", ".")
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", _FULL_DISK, str(tmp_path), stdout=-1, stderr=-2)
+    output, _ = await process.communicate()
+    assert output.decode().split("\n")[-2] == "NodeError NodeError NodeError 1 0", output.decode()
 
 
 @pytest.mark.parametrize("kind", ["erofs_file", "dir"])
