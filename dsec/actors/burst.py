@@ -102,6 +102,7 @@ class Slice:
         self.where: dict[str, list[tuple[int, int]]] = {}  # Edge -> what it accepted
         self.failed: dict[int, Failed] = {}
         self.why: dict[int, ErrorBody] = {}  # the last refusal of each that still waits
+        self.told: set[int] = set()  # of those, the ones whose refusal is an Edge's
         self.without: dict[int, frozenset[str]] = {}  # Edges that lack what it needs (a layer)
         self.attempt = 0
 
@@ -150,6 +151,7 @@ class Slice:
                 failed.append(self._fail(index, refusal.error))
                 continue
             self.why[index] = refusal.error
+            self.told.add(index)
             if refusal.filter == "layers":
                 self.without[index] = self.without.get(index, frozenset()) | {batch.edge}
             self.waiting.append(CreateItem(spec=specs[index], first=index))
@@ -173,8 +175,9 @@ class Slice:
             elif row.final:
                 failed.append(self._fail(row.index, error.body()))
             else:
-                # An Edge's own words say more than the picture's; they are kept.
-                self.why.setdefault(row.index, error.body())
+                # An Edge's own words say more than the picture's: they are kept.
+                if row.index not in self.told:
+                    self.why[row.index] = error.body()
                 self.waiting.append(CreateItem(spec=row.spec, first=row.index))
         return failed
 

@@ -158,7 +158,8 @@ class Scheduler:
             needs=_needs(request.specs),
             items=request.items,
             inbox=request.inbox,
-            deadline=loop.time() + request.deadline_ms / 1000,
+            # A little early, so that the reason reaches the caller before its own clock ends the wait.
+            deadline=loop.time() + request.deadline_ms / 1000 - min(0.25, request.deadline_ms / 10_000),
             lease=request.lease,
             digest=digest,
         )
