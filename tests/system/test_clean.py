@@ -11,6 +11,8 @@ import pytest
 from dsec import doctor, doctor_probes
 from tests.census import Census
 
+pytestmark = pytest.mark.guest
+
 
 def test_census_sees_a_process(tmp_path: Path) -> None:
     """A child of the tests counts until it has been waited for."""

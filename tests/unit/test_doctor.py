@@ -10,6 +10,8 @@ import pytest
 
 from dsec import doctor, doctor_probes
 
+pytestmark = pytest.mark.guest
+
 
 @pytest.fixture(scope="module")
 def report() -> doctor.Report:
