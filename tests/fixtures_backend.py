@@ -20,8 +20,46 @@ from dsec.layers.mounts import LayerMount
 from dsec.model import MIB, LayerRef, Resources, SandboxId, SandboxSpec, new_ulid
 
 PROGRAMS = (
-    *("sh", "bash", "cat", "ls", "echo", "sleep", "head", "tail", "dd", "true", "false", "env", "id", "mkdir", "rm", "ln", "mv", "cp", "chmod"),
-    *("mount", "umount", "mknod", "ps", "stat", "sync", "touch", "wc", "yes", "seq", "setsid", "nohup", "grep", "sed", "python3", "stty", "tr"),
+    *(
+        "sh",
+        "bash",
+        "cat",
+        "ls",
+        "echo",
+        "sleep",
+        "head",
+        "tail",
+        "dd",
+        "true",
+        "false",
+        "env",
+        "id",
+        "mkdir",
+        "rm",
+        "ln",
+        "mv",
+        "cp",
+        "chmod",
+    ),
+    *(
+        "mount",
+        "umount",
+        "mknod",
+        "ps",
+        "stat",
+        "sync",
+        "touch",
+        "wc",
+        "yes",
+        "seq",
+        "setsid",
+        "nohup",
+        "grep",
+        "sed",
+        "python3",
+        "stty",
+        "tr",
+    ),
 )
 SMALL = Resources(memory=96 * MIB, disk=32 * MIB, inodes=4096, pids=64)
 BASE = LayerRef(name="small", digest="sha256:" + "5" * 64)
@@ -66,7 +104,8 @@ def small_base(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LayerMount]
     place = tmp_path_factory.mktemp("base")
     build_small_base(place / "tree")
     image = place / "base.erofs"
-    made = shutil.which("mkfs.erofs") and subprocess.run(["mkfs.erofs", "-Enoinline_data", str(image), str(place / "tree")], capture_output=True, check=False)
+    command = ["mkfs.erofs", "-Enoinline_data", str(image), str(place / "tree")]
+    made = subprocess.run(command, capture_output=True, check=False) if shutil.which("mkfs.erofs") else None
     disabled = os.environ.get("DSEC_DISABLE", "")
     if made and made.returncode == 0 and "erofs_file" not in disabled:
         shutil.rmtree(place / "tree")
@@ -167,5 +206,3 @@ async def sh(instance: Any, text: str, timeout: float = 20.0, **fields: Any) -> 
     status = await instance.link.wait(op, timeout)
     assert not status.running, f"{text!r} still runs after {timeout} s"
     return status.exit_code, status.stdout.data().decode(errors="replace"), status.stderr.data().decode(errors="replace")
-
-

@@ -120,7 +120,7 @@ class GuestLink(Protocol):
         ...
 
     async def input(self, op: str, offset: int, data: bytes, eof: bool = False) -> int:
-        """Write to stdin at an absolute offset (repeats are harmless). Returns the offset accepted so far: the caller resends from there."""
+        """Write to stdin at an absolute offset (repeats are harmless). Returns the offset accepted so far; the caller resends from it."""
         ...
 
     async def signal(self, op: str, signum: int, tree: bool = True) -> None:

@@ -25,6 +25,7 @@ from typing import Any, Protocol, TypeVar
 import msgspec
 
 from dsec import syscalls
+from dsec.backends import disk
 from dsec.backends.base import Capabilities, GuestLink, LaunchPlan, Undone
 from dsec.backends.holder_client import HolderClient
 from dsec.backends.plan import Node, memory_bytes
@@ -157,8 +158,17 @@ class ContainerBackend:
             userns = not why
         if not userns:
             missing["userns"] = why
+        modes, lacking = await asyncio.to_thread(disk.modes)
+        missing |= lacking
+        self._mappable = await asyncio.to_thread(disk.mappable, opts.state_dir) if userns else frozenset()
         self.node = Node(
-            edge=opts.edge, state_dir=opts.state_dir, cgroup_root=root, userns=userns, userns_missing=why, seccomp=seccomp.available()
+            edge=opts.edge,
+            state_dir=opts.state_dir,
+            cgroup_root=root,
+            userns=userns,
+            userns_missing=why,
+            disk_modes=modes,
+            seccomp=seccomp.available(),
         )
         self.capabilities = Capabilities(name="container", pause=True, tty=True, userns=userns, disk_limit=True, missing=missing)
 
@@ -269,6 +279,8 @@ class ContainerBackend:
             argv += ["-u", f"{plan.idmap.base}:{plan.idmap.count}"]
         if self._by_paths:
             argv += ["-p", self._prefix]
+        if plan.idmap is not None and plan.disk_mode not in self._mappable:
+            argv.append("-o")
         for path in procs:
             argv += ["-g", path]
         argv += ["--", self._runtime, "--root", f"{box}/runtime", "--log", f"{box}/runtime.log"]
@@ -288,7 +300,7 @@ class ContainerBackend:
     def _upper(self, plan: LaunchPlan) -> tuple[str, str]:
         if plan.disk_mode == "tmpfs":
             return "-t", f"{plan.resources.disk}:{plan.resources.inodes}"
-        return "-d", f"{plan.state_dir}/disk"
+        return ("-b" if plan.disk_mode == "loop" else "-d"), f"{plan.state_dir}/disk"
 
     def _make(self, plan: LaunchPlan) -> tuple[socket.socket, tuple[str, ...]]:
         """Everything on disk and in cgroupfs that the launch needs (in a thread). The listening socket is left in no tree."""
@@ -296,6 +308,8 @@ class ContainerBackend:
         os.makedirs(box, mode=0o700, exist_ok=True)
         if plan.disk_mode == "dir":
             os.makedirs(f"{box}/disk", mode=0o700, exist_ok=True)
+        elif plan.disk_mode == "loop":
+            disk.make_ext4(f"{box}/disk", plan.resources.disk, plan.resources.inodes)
         profile = seccomp.profile(plan.seccomp) if plan.seccomp else None
         is_crun = os.path.basename(self._runtime) == "crun"
         config = render(

@@ -172,13 +172,21 @@ class HolderClient:
 
 
 def _spawn(argv: Sequence[str], log: str) -> int:
-    """A process of its own session, with nothing of our environment but what it needs; it returns when its detached child serves."""
+    """A process of its own session, with nothing of our environment but what it needs; returns when its child serves."""
     root = str(Path(__file__).resolve().parents[2])
     env = {name: os.environ[name] for name in ("PATH", "DSEC_DISABLE", "LD_LIBRARY_PATH") if name in os.environ}
     env["PYTHONPATH"] = root
     with open(log, "ab") as out:
         done = subprocess.run(
-            argv, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True, cwd="/", env=env, timeout=START_TIMEOUT, check=False
+            argv,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=out,
+            start_new_session=True,
+            cwd="/",
+            env=env,
+            timeout=START_TIMEOUT,
+            check=False,
         )
     return done.returncode
 

@@ -1,12 +1,12 @@
 /* Enters a sandbox's cgroups and a private mount namespace, builds its root there and becomes the OCI runtime.
  *
  *   dsec-launch [options] -- runtime arguments...
- *     -l N           descriptors 5 ... 5+N-1 are detached lower mounts, topmost first
- *     -m PATH        a lower as a path instead (kernels that cannot clone a detached mount); may be repeated, after -l's
+ *     -l N           descriptors 5 ... 5+N-1 are lower mounts, detached or of this mount namespace, topmost first
  *     -u BASE:COUNT  ids of the user namespace; without it owners are taken as they are
  *     -t BYTES:INODES  the upper is a fresh tmpfs
  *     -d DIR         the upper is DIR/u with work directory DIR/w (made when missing)
- *     -b DEVICE      the upper is the ext4 file system on this block device
+ *     -b IMAGE       the upper is the ext4 file system in this file, through a loop device that clears itself
+ *     -o             the upper belongs to the namespace's ids on disk (kernels that cannot id-map this file system)
  *     -r ROOT        where the root is attached, an existing directory
  *     -p PREFIX      mount the overlay by paths PREFIX0, PREFIX1 ... (existing directories) instead of by descriptors
  *     -g FILE        a cgroup.procs file to join; may be repeated
@@ -29,6 +29,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/fsuid.h>
+#include <sys/ioctl.h>
 #include <sys/mount.h>
 #include <sys/prctl.h>
 #include <sys/stat.h>
@@ -36,6 +37,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 #include <linux/capability.h>
+#include <linux/loop.h>
 
 /* Numbers are the same on every architecture since Linux 5.1. */
 #define SYS_OPEN_TREE 428
@@ -54,10 +56,9 @@ struct attributes {
 };
 
 static int lowers[MAX_LOWERS], lower_count;
-static const char *lower_paths[MAX_LOWERS];
-static int lower_path_count;
 static const char *cgroups[MAX_CGROUPS];
 static int cgroup_count;
+static unsigned owned_by;
 
 __attribute__((noreturn, format(printf, 1, 2))) static void fail(const char *format, ...) {
     int error = errno;
@@ -133,14 +134,21 @@ static int clone_mount(int fd, const char *path, int userns) {
     return copy;
 }
 
+/* The overlay's two directories, owned by id 0 of the sandbox: by an id map, or on disk where the kernel has none for it. */
+static void own_upper(int mount, int userns) {
+    if ((mkdirat(mount, "u", 0755) && errno != EEXIST) || (mkdirat(mount, "w", 0755) && errno != EEXIST))
+        fail("make the upper's directories");
+    if (owned_by && (fchownat(mount, "u", owned_by, owned_by, AT_SYMLINK_NOFOLLOW) || fchownat(mount, "w", owned_by, owned_by, AT_SYMLINK_NOFOLLOW)))
+        fail("chown the upper's directories");
+    if (userns >= 0 && !owned_by) idmap(mount, userns);
+}
+
 static int finish_upper(int context, const char *what, int userns) {
     if (configure(context, CONFIG_CREATE, 0, 0, 0)) fail_fs(context, what);
     int mount = syscall(SYS_FSMOUNT, context, CLOEXEC_FS, ATTR_NODEV);
     if (mount < 0) fail_fs(context, what);
     close(context);
-    if ((mkdirat(mount, "u", 0755) && errno != EEXIST) || (mkdirat(mount, "w", 0755) && errno != EEXIST))
-        fail("make the upper's directories");
-    if (userns >= 0) idmap(mount, userns);
+    own_upper(mount, userns);
     return mount;
 }
 
@@ -153,20 +161,45 @@ static int make_tmpfs(const char *size, const char *inodes, int userns) {
     return finish_upper(context, "tmpfs for the upper", userns);
 }
 
-static int open_ext4(const char *device, int userns) {
+/* A loop device is free for others until it is configured: the one that was offered may be gone by then. */
+static int attach_loop(const char *image, char *path, size_t room) {
+    int backing = open(image, O_RDWR | O_CLOEXEC), control = open("/dev/loop-control", O_RDWR | O_CLOEXEC);
+    if (backing < 0) fail("open %s", image);
+    if (control < 0) fail("open /dev/loop-control");
+    for (int tries = 0; tries < 64; tries++) {
+        int number = ioctl(control, LOOP_CTL_GET_FREE);
+        if (number < 0) fail("find a free loop device");
+        snprintf(path, room, "/dev/loop%d", number);
+        int loop = open(path, O_RDWR | O_CLOEXEC);
+        if (loop < 0) fail("open %s", path);
+        struct loop_config config = {.fd = backing, .block_size = 4096, .info = {.lo_flags = LO_FLAGS_AUTOCLEAR}};
+        strncpy((char *)config.info.lo_file_name, image, LO_NAME_SIZE - 1);
+        if (!ioctl(loop, LOOP_CONFIGURE, &config)) {
+            close(backing), close(control);
+            return loop;
+        }
+        if (errno != EBUSY) fail("configure %s", path);
+        close(loop);
+    }
+    errno = EBUSY;
+    fail("find a free loop device");
+}
+
+static int open_ext4(const char *image, int userns) {
+    char device[32];
+    int loop = attach_loop(image, device, sizeof device); /* closed once the mount holds the device */
     int context = syscall(SYS_FSOPEN, "ext4", CLOEXEC_FS);
     if (context < 0) fail("fsopen ext4");
     if (configure(context, CONFIG_STRING, "source", device, 0)) fail_fs(context, "ext4 for the upper");
-    return finish_upper(context, "ext4 for the upper", userns);
+    int mount = finish_upper(context, "ext4 for the upper", userns);
+    close(loop);
+    return mount;
 }
 
 static int open_upper_directory(const char *path, int userns) {
-    int base = open(path, O_PATH | O_DIRECTORY | O_CLOEXEC);
-    if (base < 0) fail("open %s", path);
-    if ((mkdirat(base, "u", 0755) && errno != EEXIST) || (mkdirat(base, "w", 0755) && errno != EEXIST))
-        fail("make the upper's directories in %s", path);
-    close(base);
-    return clone_mount(AT_FDCWD, path, userns);
+    int mount = clone_mount(AT_FDCWD, path, -1);
+    own_upper(mount, userns);
+    return mount;
 }
 
 /* The overlay remembers its mounter's credentials and acts with them: the mounter's fsuid must be in the id map, or the
@@ -228,14 +261,10 @@ int main(int argc, char **argv) {
     unsigned base = 0, count = 0;
     const char *size = 0, *directory = 0, *device = 0, *root = 0, *prefix = 0;
     char *inodes = 0;
-    int descriptors = 0, option;
+    int descriptors = 0, own = 0, option;
     fcntl(STATUS_FD, F_SETFD, FD_CLOEXEC);
-    while ((option = getopt(argc, argv, "+l:m:u:t:d:b:r:p:g:")) != -1) switch (option) {
+    while ((option = getopt(argc, argv, "+l:u:t:d:b:or:p:g:")) != -1) switch (option) {
         case 'l': descriptors = atoi(optarg); break;
-        case 'm':
-            if (lower_path_count == MAX_LOWERS) errno = E2BIG, fail("more than %d layers", MAX_LOWERS);
-            lower_paths[lower_path_count++] = optarg;
-            break;
         case 'u':
             if (sscanf(optarg, "%u:%u", &base, &count) != 2) errno = EINVAL, fail("-u %s", optarg);
             break;
@@ -246,6 +275,7 @@ int main(int argc, char **argv) {
             size = optarg;
             break;
         case 'd': directory = optarg; break;
+        case 'o': own = 1; break;
         case 'b': device = optarg; break;
         case 'r': root = optarg; break;
         case 'p': prefix = optarg; break;
@@ -257,16 +287,16 @@ int main(int argc, char **argv) {
     }
     if (!root || (!size && !directory && !device) || optind >= argc)
         errno = EINVAL, fail("-r, one of -t, -d and -b, and a command are needed");
-    if (descriptors < 0 || descriptors + lower_path_count > MAX_LOWERS) errno = E2BIG, fail("more than %d layers", MAX_LOWERS);
+    if (descriptors < 0 || descriptors > MAX_LOWERS) errno = E2BIG, fail("more than %d layers", MAX_LOWERS);
 
     /* Only the namespace that made a detached mount may clone it: everything is made here, and attached after the unshare. */
+    owned_by = own ? base : 0;
     int userns = count ? make_userns(base, count) : -1;
     for (int i = 0; i < descriptors; i++) {
         fcntl(FIRST_LOWER + i, F_SETFD, FD_CLOEXEC);
         lowers[lower_count++] = clone_mount(FIRST_LOWER + i, "", userns);
         close(FIRST_LOWER + i);
     }
-    for (int i = 0; i < lower_path_count; i++) lowers[lower_count++] = clone_mount(AT_FDCWD, lower_paths[i], userns);
     int upper = size ? make_tmpfs(size, inodes, userns) : device ? open_ext4(device, userns) : open_upper_directory(directory, userns);
     int overlay = prefix ? -1 : overlay_by_descriptors(upper, base, !!size);
 
