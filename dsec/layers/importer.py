@@ -88,7 +88,7 @@ async def import_tar(
     async with store.staging() as stage:
         target = await tools.in_thread(_make_parents, stage / "tree", where)
         stop = untar.Stop()
-        work = asyncio.create_task(asyncio.to_thread(untar.extract, source, target, limits or untar.Limits(), stop, owner is None))
+        work = asyncio.create_task(tools.in_thread(untar.extract, source, target, limits or untar.Limits(), stop, owner is None))
         try:
             done = await asyncio.shield(work)
         except asyncio.CancelledError:

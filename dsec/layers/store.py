@@ -14,7 +14,6 @@ in use, in whatever process. Methods run their blocking parts in threads; `looku
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import fcntl
 import os
@@ -139,12 +138,16 @@ class LayerStore:
     @contextlib.asynccontextmanager
     async def staging(self) -> AsyncIterator[Path]:
         """A private directory on the store's file system, removed at the end. One that a crash leaves is removed by `gc`."""
-        directory, lock = await tools.in_thread(self._stage)
+        made: list[tuple[Path, int]] = []
         try:
-            yield directory
+            await tools.in_thread(lambda: made.append(self._stage()))
+            yield made[0][0]
         finally:
-            await asyncio.shield(asyncio.to_thread(_remove_tree, directory))
-            os.close(lock)
+            for directory, lock in made:
+                try:
+                    await tools.in_thread(_remove_tree, directory)
+                finally:
+                    os.close(lock)
 
     async def mount_plan(self, digest: str) -> LayerMount:
         """How the layer is mounted here: EROFS from its file, else by loop device, else a plain directory (unpacked on first use).

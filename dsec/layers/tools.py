@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import os
 import shutil
@@ -23,9 +24,20 @@ def silent(_line: str) -> None:
 
 
 async def in_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """`asyncio.to_thread`, with the disk's errors (full, read-only, damaged, vanished) as `NodeError`; a full disk may be retried."""
+    """`asyncio.to_thread`, but a cancel is passed on only when the thread has ended: what it works on is not removed under its hands.
+
+    The disk's errors (full, read-only, damaged, vanished) become `NodeError`; a full disk may be retried.
+    """
+    work = asyncio.ensure_future(asyncio.to_thread(function, *args, **kwargs))
     try:
-        return await asyncio.to_thread(function, *args, **kwargs)
+        return await asyncio.shield(work)
+    except asyncio.CancelledError:
+        while not work.done():
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.wait([work])
+        if not work.cancelled():
+            work.exception()  # seen: the caller is told of the cancel instead
+        raise
     except DsecError:
         raise
     except OSError as error:

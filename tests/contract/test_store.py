@@ -252,7 +252,7 @@ async def test_a_git_layer_depends_on_the_commit_only_and_keeps_no_trace_of_the_
 
 async def test_a_cancelled_import_leaves_nothing(store: LayerStore, source: Path) -> None:
     """Cancelled at several moments."""
-    for delay in (0.0, 0.001, 0.005, 0.02):
+    for delay in (0.0, 0.0003, 0.001, 0.002, 0.003, 0.005, 0.01, 0.02):
         task = asyncio.create_task(importer.import_dir(store, source, "w", at="/w"))
         await asyncio.sleep(delay)
         task.cancel()
