@@ -13,7 +13,7 @@ from dsec.bus import subjects
 from dsec.bus.messages import ClusterView, Empty, Event, InfoReply, Lease, ListReply, ManyReply, Selector
 from dsec.bus.subjects import Caller
 from dsec.bus.transport import Msg, Subscription
-from dsec.errors import DsecError, InvalidRequest, NotFound, SandboxGone, Unavailable, from_body
+from dsec.errors import DeadlineExceeded, DsecError, InvalidRequest, NotFound, SandboxGone, Unavailable, from_body
 from dsec.model import SandboxId, SandboxInfo, SandboxSpec, State, check_project, new_ulid
 from libdsec.burst import Burst, Gathering, create_one
 from libdsec.lease import LeaseKeeper
@@ -326,8 +326,8 @@ class Client:
             error = Unavailable("its node does not answer", sandbox=sandbox_id, reason="silent")
             return ItemOutcome(id=sandbox_id, error=error)
         try:
-            info = (await self._request(SandboxId.parse(sandbox_id), "info", Empty(), InfoReply, timeout=5.0)).info
-        except Unavailable:
+            info = (await self._request(SandboxId.parse(sandbox_id), "info", Empty(), InfoReply, timeout=5.0, repeat=False)).info
+        except (Unavailable, DeadlineExceeded):
             error = NotFound("no such sandbox, or its node is away", sandbox=sandbox_id)
         except DsecError as problem:
             error = problem

@@ -25,6 +25,7 @@ PIECE = 256 * 1024  # what the guest takes in one request
 WINDOW = 8  # pieces in flight: 2 MiB, whatever the file's size
 TIMEOUT = 60.0  # seconds for one piece
 READ_LIMIT = 64 << 20
+LINKS = 40  # as the kernel follows
 
 Progress = Callable[[int, int], None]
 
@@ -98,10 +99,17 @@ class Files:
     # ------------------------------------------------------------------ names
     async def stat(self, path: str, *, follow: bool = False) -> Stat:
         """Of the path itself; with ``follow``, of what a link points to. Raises `NotFound`."""
-        reply = await self._ask(FileRequest(verb="stat", path=_path(path), recursive=follow, user=self._user))
-        if reply.stat is None:
+        where = _path(path)
+        for _ in range(LINKS):
+            found = (await self._ask(FileRequest(verb="stat", path=where, user=self._user))).stat
+            if found is None or not follow or found.kind != "link":
+                break
+            where = posixpath.join(posixpath.dirname(where), found.target)
+        else:
+            raise InvalidRequest("too many links in a row", field="path", value=path)
+        if found is None:
             raise NotFound("no such file", field="path", value=path, sandbox=self._sandbox.id)
-        return reply.stat
+        return found
 
     async def exists(self, path: str) -> bool:
         try:

@@ -33,6 +33,35 @@ SILENCE = 10.0  # seconds that a request whose own time is longer still waits fo
 FIRST_PAUSE, LONGEST_PAUSE = 0.05, 1.0
 
 
+class Views:
+    """The newest of the views that the Watcher publishes a few times a second."""
+
+    STALE = 3.0  # seconds after which a view is no news any more
+
+    def __init__(self) -> None:
+        self._newest: ClusterView | None = None
+        self._came = float("-inf")
+        self._news = asyncio.Event()
+
+    def take(self, msg: Msg) -> None:
+        try:
+            self._newest = codec.decode(msg.data, ClusterView)
+        except DsecError as error:
+            structlog.get_logger("libdsec").error("client.bad_view", error=str(error))
+            return
+        self._came = asyncio.get_running_loop().time()
+        self._news.set()
+
+    async def latest(self, timeout: float) -> ClusterView | None:
+        if asyncio.get_running_loop().time() - self._came > self.STALE:
+            self._news.clear()
+            try:
+                await asyncio.wait_for(self._news.wait(), timeout)
+            except TimeoutError:
+                return None
+        return self._newest
+
+
 class Wire:
     """A control connection, a bulk connection made when it is first needed, and who we are.
 
@@ -48,6 +77,7 @@ class Wire:
         self.on_reconnect: list[Callable[[], None]] = []
         self._transport: Transport | None = None
         self._bus: Bus | None = None
+        self._views: Views | None = None
         self._bulk: Transport | None = None
         self._opening: asyncio.Lock | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -66,7 +96,7 @@ class Wire:
 
     async def close(self, timeout: float = 5.0) -> None:
         self._closed = True
-        transports, self._transport, self._bulk = [self._bulk, self._transport], None, None
+        transports, self._transport, self._bulk, self._views = [self._bulk, self._transport], None, None, None
         for transport in transports:
             if transport is not None:
                 await transport.close(timeout)
@@ -163,24 +193,12 @@ class Wire:
         return await (transport or self.guard()).subscribe_raw(subject, callback)
 
     async def view(self, timeout: float = 1.5) -> ClusterView | None:
-        """The Watcher's next view of the cluster; None when none came in time."""
-        loop = asyncio.get_running_loop()
-        first: asyncio.Future[ClusterView] = loop.create_future()
-
-        def on_view(msg: Msg) -> None:
-            if not first.done():
-                try:
-                    first.set_result(codec.decode(msg.data, ClusterView))
-                except DsecError as error:
-                    first.set_exception(error)
-
-        subscription = await self.listen(subjects.view(self.unit), on_view)
-        try:
-            return await asyncio.wait_for(first, timeout)
-        except TimeoutError:
-            return None
-        finally:
-            await subscription.unsubscribe()
+        """The Watcher's latest view of the cluster; None when none came in time. The first call waits for one, later ones do not."""
+        self.guard()
+        if self._views is None:
+            self._views = Views()
+            await self.listen(subjects.view(self.unit), self._views.take)
+        return await self._views.latest(timeout)
 
     async def everyone(self, verb: str, message: Any, type_: type[E], *, timeout: float) -> tuple[list[E], list[str]]:
         """Every Edge's answer, and the names of those that the Watcher knows and that stayed silent for ``timeout`` seconds.

@@ -19,6 +19,7 @@ from dsec.model import Captured, ExecSpec, Exit, FileReply, FileRequest, OpStatu
 
 RING = 256 * 1024
 PIECE = 64 * 1024
+_EXPECTED = object()  # stands for the reader that a streaming operation waits for
 _BUILTINS = frozenset({"true", "false", "echo", "printf", "sleep", "cat", "yes", "head", "exit", "kill", "cd", "env", ":"})
 
 
@@ -74,6 +75,12 @@ class _Op:
         self.timed_out = False
         self.done = asyncio.Event()
         self.task: asyncio.Task[None] | None = None
+
+    def over(self, _task: asyncio.Task[None]) -> None:
+        """Also of one that was cancelled before its first step."""
+        if not self.done.is_set():
+            self.ended = time.monotonic()
+            self.done.set()
 
     def status(self, op: str, captured: bool) -> OpStatus:
         running = not self.done.is_set()
@@ -286,6 +293,10 @@ class FakeLink:
             raise NotFound("no such directory", field="cwd", value=spec.cwd)
         state = guest.ops[op] = _Op(spec)
         state.task = asyncio.get_running_loop().create_task(guest.run(state, spec.argv))
+        state.task.add_done_callback(state.over)
+        if spec.stream:
+            for stream in state.streams:
+                stream.readers[_EXPECTED] = 0  # nothing is dropped until its reader has come
         return state.status(op, True)
 
     async def wait(self, op: str, timeout: float) -> OpStatus:
@@ -299,6 +310,9 @@ class FakeLink:
         state = self._op(op)
         key = object()
         at = list(offsets)
+        for number, stream in enumerate(state.streams):
+            stream.readers[key] = at[number]
+            stream.readers.pop(_EXPECTED, None)
         try:
             while True:
                 sent = False

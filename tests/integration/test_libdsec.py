@@ -1,0 +1,514 @@
+"""libdsec against real nats-server, Scheduler, Watcher and an Edge with the fake backend, all started by `dsec up`."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+import libdsec
+import libdsec.blocking
+from libdsec import (
+    BurstError,
+    Client,
+    ExecFailed,
+    InvalidRequest,
+    NotFound,
+    SandboxGone,
+    Unavailable,
+)
+
+FAKE: Any = {"backend": "fake", "memory": "32MiB", "cpus": 0.01, "disk": "1MiB", "pids": 16}
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A cluster by `dsec up`, whose launches take 5 ms."""
+    place = tmp_path_factory.mktemp("up")
+    ready = place / "ready.json"
+    environ = {key: value for key, value in os.environ.items() if not key.startswith("DSEC_")}
+    environ |= {"DSEC_FAKE__LAUNCH_MS": "5", "DSEC_EDGE__SWEEP_MS": "100", "DSEC_EDGE__UNCLAIMED_MS": "1000"}
+    command = [sys.executable, "-m", "dsec.cli", "up", "--backend", "fake", "--port", "0", "--state-dir", str(place / "state")]
+    with (place / "log").open("wb") as log:
+        process = subprocess.Popen([*command, "--ready-file", str(ready)], env=environ, stdout=log, stderr=log)
+        try:
+            until = time.monotonic() + 40
+            while not (ready.exists() and ready.read_text().endswith("\n")):
+                assert process.poll() is None, (place / "log").read_text()
+                assert time.monotonic() < until, (place / "log").read_text()
+                time.sleep(0.05)
+            yield json.loads(ready.read_text())["url"]
+        finally:
+            process.terminate()
+            try:
+                assert process.wait(30) == 0, (place / "log").read_text()
+            finally:
+                process.kill()
+
+
+@pytest_asyncio.fixture
+async def dsec(url: str, request: pytest.FixtureRequest) -> AsyncIterator[Client]:
+    """A client with a project of the test's own."""
+    async with libdsec.connect(url, project=f"t/{abs(hash(request.node.name))}", lease_ttl=2) as client:
+        yield client
+        # Whatever a test leaves running on purpose ends here.
+        await client.stop(everything=True)
+
+
+async def eventually(what: Callable[[], Awaitable[Any]], timeout: float = 8.0) -> None:
+    """Until it is true (or raises nothing)."""
+    until = time.monotonic() + timeout
+    while not await what():
+        assert time.monotonic() < until, what
+        await asyncio.sleep(0.05)
+
+
+async def none_left(client: Client) -> bool:
+    return not await client.list()
+
+
+# ---------------------------------------------------------------------- one sandbox
+async def test_exec_says_everything(dsec: Client) -> None:
+    """Exit code, output, duration; a non-zero exit is a result, and an exception only with check."""
+    async with dsec.sandbox("img", labels={"a": "b"}, env={"X": "1"}, **FAKE) as sb:
+        result = await sb.exec("echo hello $X; exit 3")
+        assert (result.exit_code, result.stdout, result.stderr) == (3, b"hello 1\n", b"")
+        assert not result.ok
+        with pytest.raises(ExecFailed, match="exit code 3"):
+            await sb.exec("exit 3", check=True)
+        assert (await sb.exec(["echo", "a  b"])).stdout.text == "a  b\n"
+        assert (await sb.exec("cat", stdin="some input")).stdout == b"some input"
+        big = os.urandom(700_000)
+        fed = await sb.exec("cat", stdin=big)
+        assert fed.truncated
+        assert fed.stdout.total == len(big)
+        slow = await sb.exec("sleep 30", timeout=0.2)
+        assert slow.timed_out
+        assert sb.labels == {"a": "b"}
+        assert (await sb.info()).state == "running"
+        with pytest.raises(NotFound):
+            await sb.exec(["no-such-program"])
+        with pytest.raises(InvalidRequest):
+            await sb.exec("x" * (1 << 20))
+    with pytest.raises(SandboxGone) as caught:
+        await sb.exec("true")
+    assert caught.value.reason == "requested"
+    assert await none_left(dsec)
+
+
+async def test_c10_cancelled_exec_is_killed_inside(dsec: Client) -> None:
+    """Cancelling the client's exec ends the command in the sandbox."""
+    async with dsec.sandbox("img", **FAKE) as sb:
+        for pause in (0.0, 0.001, 0.2):
+            task = asyncio.ensure_future(sb.exec("sleep 60"))
+            await asyncio.sleep(pause)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+
+        async def ended() -> bool:
+            return not any(op.running for op in await sb.ops())
+
+        await eventually(ended)
+
+
+async def test_streams(dsec: Client) -> None:
+    """Output as it comes, input while it runs, a result at the end; leaving the block kills."""
+    async with dsec.sandbox("img", **FAKE) as sb:
+        async with sb.start("cat") as process:
+            await process.write("one")
+            event = await anext(aiter(process))
+            assert (event.stream, event.data, event.offset) == ("stdout", b"one", 0)
+            await process.write(b"two")
+            await process.close_stdin()
+            assert [event.data async for event in process] == [b"two"]
+            assert (await process.wait()).exit_code == 0
+        async with sb.start("head -c 30000000") as process:
+            size = 0
+            async for data in process.stdout:
+                size += len(data)
+            assert size == 30_000_000
+        async with sb.start("head -c 20000000") as process:
+            assert (await process.wait(20)).stdout.total == 20_000_000  # nobody read it
+        async with sb.start("sleep 60") as process:
+            op = process.op
+        statuses = {status.op: status for status in await sb.ops()}
+        assert not statuses[op].running
+        async with sb.start("sleep 0.3; echo later") as process:
+            process.detach()
+        async with sb.process(process.op) as again:
+            assert [event.data async for event in again] == [b"later\n"]
+
+
+async def test_files(dsec: Client, tmp_path: Path) -> None:
+    """Whole files, large ones in pieces, trees, names; what is not there is NotFound."""
+    async with dsec.sandbox("img", **FAKE | {"disk": "64MiB"}) as sb:
+        await sb.files.write("/tmp/a", "text")
+        assert await sb.files.read_text("/tmp/a") == "text"
+        await sb.files.write("/new/dir/empty", b"")
+        assert await sb.files.read("/new/dir/empty") == b""
+        data = os.urandom(5_000_001)
+        (tmp_path / "src").write_bytes(data)
+        assert await sb.files.upload(tmp_path / "src", "/big") == len(data)
+        assert (await sb.files.stat("/big")).size == len(data)
+        assert await sb.files.download("/big", tmp_path / "back") == len(data)
+        assert (tmp_path / "back").read_bytes() == data
+        with pytest.raises(InvalidRequest, match="download"):
+            await sb.files.read("/big", limit=1000)
+        with pytest.raises(NotFound):
+            await sb.files.read("/missing")
+        with pytest.raises(NotFound):
+            await sb.files.upload(tmp_path / "missing", "/x")
+        assert not await sb.files.exists("/missing")
+        await sb.files.remove("/big")
+        await sb.files.remove("/big", missing_ok=True)
+        assert sorted(entry.name for entry in await sb.files.list("/tmp")) == ["a"]  # and no temporary names
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["back", "src"]
+
+
+async def test_life(dsec: Client) -> None:
+    """Pause, resume, attach, wait, log; a stopped one tells why to every handle."""
+    sb = await dsec.create("img", **FAKE)
+    other = await dsec.attach(sb.id)
+    await sb.pause()
+    await sb.pause()
+    assert (await other.info()).state == "paused"
+    await sb.resume()
+    waiting = asyncio.ensure_future(other.wait(10))
+    await asyncio.sleep(0.05)
+    await sb.stop()
+    assert (await waiting).reason == "requested"
+    assert any("stop" in line for line in await sb.log())
+    with pytest.raises(SandboxGone):
+        await dsec.attach(sb.id)
+    with pytest.raises(NotFound):
+        await dsec.attach(sb.id[:-26] + "0" * 26)
+    with pytest.raises(SandboxGone):
+        await other.exec("true")
+    await sb.stop()
+
+
+async def test_errors_before_and_after_sending(dsec: Client) -> None:
+    """What cannot be is refused with its field: here by the client, there by the cluster."""
+    with pytest.raises(InvalidRequest) as caught:
+        dsec.sandbox("img", memory="1KiB")
+    assert caught.value.field == "memory"
+    with pytest.raises(NotFound) as missing:
+        await dsec.create("missing-layer", **FAKE)
+    assert missing.value.field == "image"
+    began = time.monotonic()
+    with pytest.raises(libdsec.DsecError):
+        await dsec.create("img", backend="nonsense", timeout=3)
+    assert time.monotonic() - began < 6
+    with pytest.raises(InvalidRequest, match="memory"):  # no node could ever take it: told at once
+        await dsec.create("img", **FAKE | {"memory": "900GiB"}, timeout=30)
+    assert await none_left(dsec)
+
+
+# ---------------------------------------------------------------------- many
+async def test_burst(dsec: Client) -> None:
+    """Sandboxes as they become ready, each index once; the end of the block ends them all."""
+    specs = [libdsec.spec("img", labels={"n": str(n)}, **FAKE) for n in range(40)]
+    async with dsec.burst(specs, min_ready=40) as burst:
+        seen = {}
+        async for sb in burst:
+            seen[burst.index(sb)] = sb.labels["n"]
+        assert seen == {n: str(n) for n in range(40)}
+        assert burst.failed == []
+        assert len(await dsec.list()) == 40
+        assert len(await dsec.list({"n": "7"})) == 1
+    assert await none_left(dsec)
+
+
+async def test_burst_with_failures(dsec: Client) -> None:
+    """What cannot be made is listed; fewer than min_ready raise and leave nothing."""
+    good, bad = libdsec.spec("img", **FAKE), libdsec.spec("missing", **FAKE)
+    async with dsec.burst([good, bad, good], min_ready=2) as burst:
+        assert len(await burst.wait()) == 2
+        ((index, error),) = burst.failed
+        assert index == 1
+        assert isinstance(error, NotFound)
+    began = time.monotonic()
+
+    async def all_three() -> None:
+        async with dsec.burst([good, bad, good]) as burst:
+            async for _ in burst:
+                pass
+
+    with pytest.raises(BurstError, match="2 of 3"):
+        await all_three()
+    assert time.monotonic() - began < 10  # long before the deadline
+    await eventually(lambda: none_left(dsec))
+
+
+async def test_burst_keeps_what_it_has(dsec: Client) -> None:
+    """With keep_partial those that are ready stay although too few are."""
+    good, bad = libdsec.spec("img", **FAKE), libdsec.spec("missing", **FAKE)
+    burst = dsec.burst([good, good, bad], keep_partial=True)
+
+    async def all_three() -> None:
+        async with burst:
+            await asyncio.sleep(0.3)
+            await burst.wait()
+
+    with pytest.raises(BurstError):
+        await all_three()
+    assert len(burst.sandboxes) == 2
+    assert (await burst.sandboxes[0].exec("echo alive")).stdout == b"alive\n"
+
+
+async def test_c07_bulk_stop_by_label(dsec: Client) -> None:
+    """A job is paused, resumed and stopped by its label, with a result for each."""
+    spec = libdsec.spec("img", labels={"job": "j1"}, on_client_loss="keep", **FAKE)
+    made = await dsec.create_many(spec, 30)
+    assert len(made) == 30
+    assert all(result.ok for result in await dsec.pause({"job": "j1"}))
+    assert {info.state for info in await dsec.list({"job": "j1"})} == {"paused"}
+    assert len(await dsec.resume({"job": "j1"})) == 30
+    began = time.monotonic()
+    assert {result.id for result in await dsec.stop({"job": "j1"})} == {sb.id for sb in made}
+    assert time.monotonic() - began < 5
+    again = await dsec.stop(ids=[made[0].id, "n9-" + "0" * 26])
+    assert [result.ok for result in again] == [True, False]
+    with pytest.raises(InvalidRequest):
+        await dsec.stop()
+
+
+async def test_events(dsec: Client) -> None:
+    """What happened is read back, and what happens is followed."""
+    async with dsec.sandbox("img", labels={"job": "e"}, **FAKE) as sb:
+        follower = dsec.events({"job": "e"}, since="-10s")
+        kinds = []
+        async with asyncio.timeout(10):
+            async for event in follower:
+                assert event.sb == sb.id
+                kinds.append(event.kind)
+                if event.kind == "running":
+                    await sb.pause()
+                if event.kind == "paused":
+                    break
+        await follower.aclose()
+        assert "running" in kinds
+    assert (await dsec.nodes()).nodes
+
+
+# ---------------------------------------------------------------------- nothing stays
+class CancelAt:
+    """Awaits a coroutine and cancels it at its n-th suspension; ``reached`` tells whether there was one."""
+
+    def __init__(self, coroutine: Any, at: int) -> None:
+        self.coroutine, self.at, self.reached = coroutine, at, False
+
+    def __await__(self) -> Any:
+        step = self.coroutine.__await__()
+        count = 0
+        future = next(step)
+        while True:
+            try:
+                if count == self.at:
+                    self.reached = True
+                    future._asyncio_future_blocking = False
+                    future = step.throw(asyncio.CancelledError())
+                    count += 1
+                    continue
+                count += 1
+                try:
+                    value = yield future
+                except BaseException as error:  # noqa: BLE001 - handed on as it is
+                    future = step.throw(error)
+                else:
+                    future = step.send(value)
+            except StopIteration as end:
+                return end.value
+
+
+async def test_c06_cancel_at_every_await_of_create(dsec: Client) -> None:
+    """A create that is cancelled, wherever it was waiting and however far it had come, leaves no sandbox."""
+
+    async def use() -> None:
+        async with dsec.sandbox("img", **FAKE):
+            pass
+
+    for at in range(50):
+        attempt = CancelAt(use(), at)
+        try:
+            await asyncio.wait_for(asyncio.ensure_future(wrapped(attempt)), 20)
+        except asyncio.CancelledError:
+            pass
+        if not attempt.reached:
+            break
+    else:
+        raise AssertionError("never came to its end")
+    for pause in (0, 0.001, 0.003, 0.005, 0.007, 0.01, 0.02):
+        task = asyncio.ensure_future(use())
+        await asyncio.sleep(pause)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+    async with asyncio.timeout(20):
+        for pause in (0, 0.004, 0.03):
+            task = asyncio.ensure_future(dsec.create_many(libdsec.spec("img", **FAKE), 30))
+            await asyncio.sleep(pause)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+    await eventually(lambda: none_left(dsec))
+
+
+async def wrapped(awaitable: Any) -> Any:
+    return await awaitable
+
+
+CHILD = """
+import asyncio, sys, libdsec
+async def main():
+    async with libdsec.connect(sys.argv[1], project=sys.argv[2], lease_ttl=1) as client:
+        async def one():
+            async with client.sandbox("img", backend="fake", memory="32MiB", cpus=0.01, disk="1MiB", pids=16) as sb:
+                print(sb.id, flush=True)
+                await sb.exec("sleep 60")
+        await asyncio.gather(*(one() for _ in range(5)))
+asyncio.run(main())
+"""
+
+
+def child(url: str, project: str) -> subprocess.Popen[bytes]:
+    process = subprocess.Popen([sys.executable, "-c", CHILD, url, project], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None
+    for _ in range(5):
+        assert process.stdout.readline(), process.communicate()[1].decode()
+    return process
+
+
+async def test_c01_c02_killed_client_leaves_nothing(dsec: Client, url: str) -> None:
+    """SIGKILL in the middle of exec: everything is reclaimed within the lease and a sweep, with the lease as its reason."""
+    process = await asyncio.to_thread(child, url, dsec.project)
+    assert len(await dsec.list()) == 5
+    process.kill()
+    process.communicate()
+    began = time.monotonic()
+    await eventually(lambda: none_left(dsec))
+    assert time.monotonic() - began < 4
+    assert {info.exit.reason for info in await dsec.list(stopped=True) if info.exit} == {"lease"}
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+async def test_c04_c05_interrupted_client(dsec: Client, url: str, signum: signal.Signals) -> None:
+    """Ctrl+C inside gather(): one KeyboardInterrupt, no cascade of errors of the loop, all stopped; SIGTERM needs no last words."""
+    process = await asyncio.to_thread(child, url, dsec.project)
+    process.send_signal(signum)
+    _, err = await asyncio.to_thread(process.communicate, None, 20)
+    text = err.decode()
+    if signum == signal.SIGINT:
+        assert text.rstrip().endswith("KeyboardInterrupt"), text
+        assert text.count("Traceback") <= 2  # asyncio.run's own pair
+        for word in ("loop is closed", "never retrieved", "was destroyed", "unhandled"):
+            assert word not in text
+        assert await none_left(dsec)
+    else:
+        assert text == ""
+        await eventually(lambda: none_left(dsec))
+
+
+async def test_lease_is_taken_up_again(dsec: Client, url: str) -> None:
+    """A restarted client with the same lease keeps its sandboxes alive; without it they end."""
+    name = f"job-{os.urandom(4).hex()}"
+    first = await libdsec.connect(url, project=dsec.project, lease=name, lease_ttl=1)
+    made = await first.create_many(libdsec.spec("img", **FAKE), 3)
+    await first.close()
+    await asyncio.sleep(0.3)
+    async with libdsec.connect(url, project=dsec.project, lease=name, lease_ttl=1):
+        await asyncio.sleep(2.5)
+        assert {info.id for info in await dsec.list()} == {sb.id for sb in made}
+    await eventually(lambda: none_left(dsec))
+
+
+async def test_create_outlives_its_client(dsec: Client, url: str) -> None:
+    """`create` makes a sandbox that stays when the client closes or its lease lapses."""
+    async with libdsec.connect(url, project=dsec.project, lease_ttl=1) as client:
+        kept = await client.create("img", **FAKE)
+        other = await client.create("img", on_client_loss="stop", **FAKE)
+    await asyncio.sleep(2.5)
+    assert [info.id for info in await dsec.list()] == [kept.id]
+    assert (await dsec.attach(kept.id)).id != other.id
+
+
+# ---------------------------------------------------------------------- where it may be used
+async def test_another_loop_or_process_is_told(dsec: Client, url: str) -> None:
+    """In another loop, thread or process, or pickled, the error names the fix."""
+    async with dsec.sandbox("img", **FAKE) as sb:
+        found: list[BaseException] = []
+
+        def elsewhere() -> None:
+            try:
+                asyncio.run(sb.exec("true"))
+            except BaseException as error:  # noqa: BLE001 - looked at below
+                found.append(error)
+
+        thread = threading.Thread(target=elsewhere)
+        thread.start()
+        await asyncio.to_thread(thread.join)
+        assert isinstance(found[0], InvalidRequest)
+        assert "connect() once in each loop" in str(found[0])
+        with pytest.raises(InvalidRequest, match="attach"):
+            pickle.dumps(sb)
+        with pytest.raises(InvalidRequest, match="connect"):
+            pickle.dumps(dsec)
+        dsec._wire._pid += 1
+        try:
+            with pytest.raises(InvalidRequest, match="fork"):
+                await sb.exec("true")
+        finally:
+            dsec._wire._pid -= 1
+        # A second client in another thread's loop works beside it.
+        codes: list[int] = []
+
+        async def own() -> None:
+            async with libdsec.connect(url, project=dsec.project) as mine:
+                codes.append((await (await mine.attach(sb.id)).exec("exit 4")).exit_code)
+
+        await asyncio.to_thread(lambda: asyncio.run(own()))
+        assert codes == [4]
+    closed = libdsec.connect(url)
+    with pytest.raises(InvalidRequest, match="not open"):
+        await closed.list()
+
+
+def test_blocking_facade(url: str) -> None:
+    """The same without an event loop."""
+    project = f"b/{os.getpid()}"
+    with libdsec.blocking.connect(url, project=project) as dsec:
+        with dsec.sandbox("img", **FAKE) as sb:
+            assert sb.exec("echo x").stdout.text == "x\n"
+            sb.files.write("/f", b"1")
+            assert sb.files.read("/f") == b"1"
+            with sb.start("cat") as process:
+                process.write("in")
+                process.close_stdin()
+                assert b"".join(process.stdout) == b"in"
+            with pytest.raises(InvalidRequest):
+                sb.exec("x\0")
+        with dsec.burst(libdsec.spec("img", **FAKE), 5) as burst:
+            assert len(list(burst)) == 5
+        assert dsec.list() == []
+    with pytest.raises(InvalidRequest, match="not open"):
+        dsec.list()
+
+
+async def test_nobody_there() -> None:
+    """Without nats-server: one typed error, soon."""
+    began = time.monotonic()
+    with pytest.raises(Unavailable, match="dsec up"):
+        async with libdsec.connect("nats://127.0.0.1:1", connect_timeout=0.5):
+            pass
+    assert time.monotonic() - began < 5
