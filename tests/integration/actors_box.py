@@ -155,11 +155,10 @@ class Asker:
         self._news.set()
 
     async def create(
-        self, count: int = 1, spec: SandboxSpec = SPEC, *, burst: str = "", deadline: float = 10.0, lease: Lease | None = None, slice: int = 0
+        self, count: int = 1, spec: SandboxSpec = SPEC, *, burst: str = "", deadline: float = 10.0, lease: Lease | None = None
     ) -> CreateAck:
         request = CreateRequest(
             burst=burst or new_ulid(),
-            slice=slice,
             specs=(spec,),
             items=(CreateItem(spec=0, first=0, count=count),),
             inbox=self.inbox,
@@ -178,7 +177,7 @@ class Asker:
 async def eventually(holds: Callable[[], bool], timeout: float = 10.0) -> None:
     """Wait until it holds."""
     async with asyncio.timeout(timeout):
-        while not holds():
+        while not holds():  # noqa: ASYNC110 - what is waited for sets no event
             await asyncio.sleep(0.01)
 
 

@@ -238,7 +238,7 @@ async def test_a_burst_below_its_minimum_is_an_error(box: Box) -> None:
     await box.watcher()
     await box.scheduler()
     async with box.client() as dsec:
-        with pytest.raises(BurstError):
+        with pytest.raises(BurstError):  # noqa: PT012 - it is raised at some step of the iteration
             async with dsec.burst(SPEC, 5, min_ready=4, deadline=1.0) as burst:
                 async for _ in burst:
                     pass

@@ -1,0 +1,182 @@
+"""What every store of an Edge's records owes; and what SQLite's owes beyond: a kill -9 at any moment loses nothing acknowledged."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import sqlite3
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from dsec.actors.store import MIGRATIONS, MemoryStore, Record, SqliteStore, Store
+from dsec.errors import Conflict, NodeError
+from dsec.model import Exit, ExitReason, SandboxSpec, State, new_ulid
+
+
+def record(index: int = 0, burst: str = "b", **more: object) -> Record:
+    return Record(
+        ulid=new_ulid(), burst=burst, index=index, principal="me", project="p", spec=SandboxSpec(image="x"), **more  # type: ignore[arg-type]
+    )
+
+
+@pytest_asyncio.fixture(params=["memory", "sqlite"])
+async def store(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Store]:
+    made: Store = MemoryStore() if request.param == "memory" else SqliteStore(tmp_path)
+    await made.open()
+    yield made
+    await made.close()
+
+
+async def _again(store: Store, tmp_path: Path) -> list[Record]:
+    """What a restarted Edge would read."""
+    if isinstance(store, MemoryStore):
+        return await store.open()
+    await store.close()
+    again = SqliteStore(tmp_path)
+    try:
+        return await again.open()
+    finally:
+        await again.close()
+
+
+async def test_what_is_written_is_read_again(store: Store, tmp_path: Path) -> None:
+    """Insert, update, post and forget, as a restart sees them."""
+    rows = [record(n) for n in range(5)]
+    await store.insert(rows)
+    rows[0].state = State.RUNNING
+    await store.update(rows[0])
+    rows[1].state, rows[1].exit, rows[1].ended_ts = State.STOPPED, Exit(reason=ExitReason.OOM, signal=9), 10.0
+    await store.update(rows[1])
+    rows[2].state, rows[2].ended_ts = State.STOPPED, 99.0
+    store.post(rows[2])
+    await store.forget(50.0)
+    found = {row.ulid: row for row in await _again(store, tmp_path)}
+    assert set(found) == {row.ulid for row in rows if row is not rows[1]}
+    assert found[rows[0].ulid].state is State.RUNNING
+    assert found[rows[2].ulid].ended_ts == 99.0
+
+
+async def test_an_incarnation_is_uuid_and_start(store: Store) -> None:
+    """It names the directory and counts the starts."""
+    uuid, _, start = store.incarnation.partition(".")
+    assert len(uuid) == 32
+    assert start == "1"
+
+
+async def test_the_same_request_cannot_be_recorded_twice(tmp_path: Path) -> None:
+    """(principal, project, burst, index) is unique on disk too, and one bad row does not take others of its commit with it."""
+    store = SqliteStore(tmp_path)
+    await store.open()
+    await store.insert([record(1)])
+    results = await asyncio.gather(store.insert([record(2)]), store.insert([record(1)]), store.insert([record(3)]), return_exceptions=True)
+    assert [type(result) for result in results] == [type(None), NodeError, type(None)]
+    await store.close()
+
+
+async def test_each_start_is_a_new_incarnation_and_one_holds_the_directory(tmp_path: Path) -> None:
+    """The counter grows; a second opener is refused while the first lives."""
+    first = SqliteStore(tmp_path)
+    await first.open()
+    with pytest.raises(Conflict):
+        await SqliteStore(tmp_path).open()
+    await first.close()
+    second = SqliteStore(tmp_path)
+    await second.open()
+    await second.close()
+    assert first.incarnation.partition(".")[0] == second.incarnation.partition(".")[0]
+    assert second.incarnation.endswith(".2")
+
+
+async def test_a_newer_version_is_refused(tmp_path: Path) -> None:
+    """An older program does not touch records that it cannot read."""
+    store = SqliteStore(tmp_path)
+    await store.open()
+    await store.close()
+    with sqlite3.connect(tmp_path / "edge.db") as db:
+        db.execute(f"PRAGMA user_version={len(MIGRATIONS) + 1}")
+    db.close()
+    with pytest.raises(NodeError, match="newer version"):
+        await SqliteStore(tmp_path).open()
+
+
+async def test_a_damaged_file_is_an_error_with_words(tmp_path: Path) -> None:
+    """Not a traceback of sqlite."""
+    (tmp_path / "edge.db").write_bytes(b"this is no database" * 100)
+    with pytest.raises(NodeError, match="cannot open"):
+        await SqliteStore(tmp_path).open()
+
+
+async def test_a_thousand_inserts_share_their_commits(tmp_path: Path) -> None:
+    """Group commit: a thousand single inserts at once take far less than a thousand fsyncs."""
+    store = SqliteStore(tmp_path)
+    await store.open()
+    began = time.monotonic()
+    await asyncio.gather(*(store.insert([record(n)]) for n in range(1000)))
+    print(f"1000 inserts: {(time.monotonic() - began) * 1000:.0f} ms")
+    await store.close()
+    assert len(await _read(tmp_path)) == 1000
+
+
+_WRITER = textwrap.dedent("""
+    import asyncio, sys
+    from dsec.actors.store import Record, SqliteStore
+    from dsec.model import SandboxSpec, State, new_ulid
+    async def main():
+        store = SqliteStore(sys.argv[1])
+        await store.open()
+        n = 0
+        async def one(n):
+            row = Record(ulid=new_ulid(), burst=sys.argv[2], index=n, principal="me", project="p", spec=SandboxSpec(image="x"))
+            await store.insert([row])
+            sys.stdout.write(f"{row.ulid} pending\\n"); sys.stdout.flush()
+            row.state = State.RUNNING
+            await store.update(row)
+            sys.stdout.write(f"{row.ulid} running\\n"); sys.stdout.flush()
+        while True:
+            await asyncio.gather(*(one(n + k) for k in range(8)))
+            n += 8
+    asyncio.run(main())
+""")
+
+
+def test_kill_9_at_any_moment_loses_nothing_acknowledged(tmp_path: Path) -> None:
+    """Eight rounds of writing and killing: every row that was acknowledged is there, in a state not older than the acknowledged one."""
+    rng = random.Random(3)
+    told: dict[str, str] = {}
+    env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    for n in range(8):
+        process = subprocess.Popen(
+            [sys.executable, "-c", _WRITER, str(tmp_path), f"b{n}"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env
+        )
+        assert process.stdout is not None
+        lines = [process.stdout.readline()]
+        time.sleep(rng.uniform(0.0, 0.1))
+        process.send_signal(signal.SIGKILL)
+        rest, errors = process.communicate()
+        assert not errors, errors
+        for line in [*lines, *rest.splitlines()]:
+            if len(parts := line.split()) == 2 and parts[1] in ("pending", "running"):
+                told[parts[0]] = parts[1]
+    found = {row.ulid: row for row in asyncio.run(_read(tmp_path))}
+    assert len(told) > 50
+    for ulid, state in told.items():
+        assert ulid in found
+        if state == "running":
+            assert found[ulid].state is State.RUNNING
+
+
+async def _read(directory: Path) -> list[Record]:
+    store = SqliteStore(directory)
+    try:
+        return await store.open()
+    finally:
+        await store.close()
