@@ -170,6 +170,8 @@ class Yard:
                 for instance in list(getattr(backend, "_instances", {}).values()):
                     await instance.stop()
                 await backend.shutdown()
+            elif self.kind == "container":
+                backend._cgroups.close()
 
 
 MakeYard = Callable[[str], Yard]

@@ -37,7 +37,8 @@ def make_ext4(path: str, size: int, inodes: int) -> None:
     try:
         with open(path, "xb") as file:
             file.truncate(max(size, MIN_LOOP))
-        command = ["mkfs.ext4", *_EXT4, "-N", str(inodes), path]
+        # The inode table is part of the image: an eighth of it at most.
+        command = ["mkfs.ext4", *_EXT4, "-N", str(min(inodes, max(size, MIN_LOOP) // 2048)), path]
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     except (OSError, subprocess.SubprocessError) as error:
         raise NodeError(f"mkfs.ext4: {error}", reason="disk") from error

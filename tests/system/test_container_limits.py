@@ -1,0 +1,101 @@
+"""Limits of a container are enforced by the kernel, each with its negative control."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from typing import Any
+
+import pytest
+
+from dsec.model import MIB, ExecSpec, Resources
+from tests.fixtures_backend import Yard, sh
+
+pytestmark = [pytest.mark.usefixtures("leftovers")]
+
+HOG = "import sys; x = bytearray(int(sys.argv[1]) << 20); x[::4096] = b'x' * len(x[::4096]); print('whole')"
+
+
+async def hog(box: Any, mib: int) -> tuple[int | None, int | None, str]:
+    op = os.urandom(16).hex()
+    await box.link.start(op, ExecSpec(argv=("/bin/python3", "-c", HOG, str(mib))))
+    status = await box.link.wait(op, 30)
+    return status.exit_code, status.signal, status.stdout.data().decode()
+
+
+async def test_c23_memory_hog_is_killed_and_counted(leftovers: object, yard: Yard) -> None:
+    """A command above the memory limit is killed, the kill is counted, the sandbox lives on; below the limit it finishes."""
+    backend = await yard.backend()
+    box = await backend.launch(yard.plan(backend.node, resources=Resources(memory=64 * MIB, disk=16 * MIB)))
+    assert await hog(box, 24) == (0, None, "whole\n")
+    assert (await box.usage()).oom_kills == 0
+    assert (await hog(box, 200))[1] == 9
+    assert (await box.usage()).oom_kills >= 1
+    assert (await sh(box, "echo alive"))[1] == "alive\n"
+
+
+async def test_c22_fork_bomb_is_bounded(leftovers: object, yard: Yard) -> None:
+    """A fork bomb fills its own sandbox only: the neighbour answers, stop works, and the limit is the one that was asked."""
+    backend = await yard.backend()
+    bomb = await backend.launch(yard.plan(backend.node, resources=Resources(memory=96 * MIB, disk=16 * MIB, pids=40)))
+    neighbour = await backend.launch(yard.plan(backend.node))
+    op = os.urandom(16).hex()
+    await bomb.link.start(op, ExecSpec(argv=("/bin/sh", "-c", "f() { f | f & }; f"), background=True))
+    await asyncio.sleep(0.5)
+    assert (await bomb.usage()).pids <= 40
+    before = time.monotonic()
+    assert (await sh(neighbour, "echo fine"))[1] == "fine\n"
+    assert time.monotonic() - before < 2
+    await asyncio.wait_for(bomb.stop(), 10)
+
+
+async def test_c26_full_disk_is_ones_own(leftovers: object, yard: Yard) -> None:
+    """The upper's limit gives ENOSPC inside, by bytes and by inodes; the neighbour can still write."""
+    backend = await yard.backend()
+    box = await backend.launch(yard.plan(backend.node, resources=Resources(memory=64 * MIB, disk=8 * MIB, inodes=256)))
+    neighbour = await backend.launch(yard.plan(backend.node))
+    code, _, err = await sh(box, "dd if=/dev/zero of=/tmp/big bs=1M count=32")
+    assert code != 0
+    assert "No space left" in err
+    assert (await sh(box, "rm /tmp/big; dd if=/dev/zero of=/tmp/ok bs=1M count=4"))[0] == 0
+    code, _, err = await sh(box, "for i in $(seq 400); do : > /tmp/f$i || exit 1; done")
+    assert code != 0
+    assert "No space left" in err
+    assert (await sh(neighbour, "dd if=/dev/zero of=/tmp/big bs=1M count=16"))[0] == 0
+
+
+async def test_loop_disk_has_its_limit(leftovers: object, yard: Yard) -> None:
+    """A loop upper is limited as well, and neither its device nor its image outlives the sandbox."""
+    backend = await yard.backend()
+    if "loop" not in backend.node.disk_modes:
+        pytest.skip(backend.capabilities.missing["disk=loop"])
+    box = await backend.launch(yard.plan(backend.node, disk_mode="loop", resources=Resources(memory=64 * MIB, disk=16 * MIB)))
+    assert (await sh(box, "dd if=/dev/zero of=/tmp/a bs=1M count=4 && cp /tmp/a /bin/copy && rm /tmp/a"))[0] == 0
+    assert "No space left" in (await sh(box, "dd if=/dev/zero of=/tmp/big bs=1M count=32"))[2]
+
+
+async def test_cpus_is_a_hard_cap(leftovers: object, yard: Yard) -> None:
+    """A busy loop with cpus=0.2 gets a fifth of a core; with cpus=2 it gets far more."""
+    backend = await yard.backend()
+    spent = {}
+    for cpus in (0.2, 2.0):
+        box = await backend.launch(yard.plan(backend.node, resources=Resources(memory=64 * MIB, disk=16 * MIB, cpus=cpus)))
+        op = os.urandom(16).hex()
+        await box.link.start(op, ExecSpec(argv=("/bin/sh", "-c", "while :; do :; done"), timeout_ms=1000))
+        before = (await box.usage()).cpu_ms
+        await box.link.wait(op, 10)
+        spent[cpus] = (await box.usage()).cpu_ms - before
+        await box.stop()
+    assert 50 <= spent[0.2] <= 320
+    assert spent[2.0] > spent[0.2] * 1.5
+
+
+async def test_smallest_sandbox_works(leftovers: object, yard: Yard) -> None:
+    """A sandbox with the least memory and processes that planning accepts starts and runs a shell."""
+    from dsec.backends.plan import MIN_MEMORY, MIN_PIDS
+
+    backend = await yard.backend()
+    box = await backend.launch(yard.plan(backend.node, resources=Resources(memory=MIN_MEMORY, disk=MIB, inodes=64, pids=MIN_PIDS)))
+    assert (await sh(box, "echo hello | cat"))[1] == "hello\n"
+    assert (await box.usage()).oom_kills == 0

@@ -1,0 +1,177 @@
+"""The holder keeps what must outlive an Edge, and neither its death nor the Edge's leaks anything."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from dsec.model import ExecSpec, ExitReason
+from tests.fixtures_backend import BASE, Yard, sh
+
+ROOT = Path(__file__).resolve().parents[2]
+
+EDGE = """
+import asyncio, json, os, sys, msgspec
+sys.path.insert(0, sys.argv[4])
+from pathlib import Path
+from dsec.layers.mounts import LayerMount
+from tests.fixtures_backend import Yard
+async def main():
+    yard = Yard("container", sys.argv[1], Path(sys.argv[2]), msgspec.json.decode(sys.argv[3], type=LayerMount))
+    backend = await yard.backend(holder_linger=5.0)
+    plans = [yard.plan(backend.node) for _ in range(6)]
+    async def one(plan):
+        await backend.launch(plan)
+        print(msgspec.json.encode(plan).decode(), flush=True)
+    work = [asyncio.create_task(one(plan)) for plan in plans]
+    await asyncio.gather(*work)
+    print("all", flush=True)
+    await asyncio.sleep(60)
+asyncio.run(main())
+"""
+
+
+def holder_pid(backend: Any) -> int:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
+        sock.connect(backend._holder.path)
+        sock.send(json.dumps({"id": 1, "op": "hello"}).encode())
+        return int(json.loads(sock.recv(65536))["ok"]["pid"])
+
+
+async def start_edge(yard: Yard) -> asyncio.subprocess.Process:
+    import msgspec
+
+    argv = [sys.executable, "-c", EDGE, yard.edge, str(yard.state), msgspec.json.encode(yard.mount).decode(), str(ROOT)]
+    return await asyncio.create_subprocess_exec(*argv, stdout=subprocess.PIPE, cwd=ROOT)
+
+
+async def test_c03_edge_killed_while_its_sandboxes_live(leftovers: object, yard: Yard) -> None:
+    """kill -9 of the Edge's process leaves its sandboxes running; the next Edge adopts them all and then frees them all."""
+    from msgspec import json as codec
+
+    from dsec.backends.base import LaunchPlan
+
+    edge = await start_edge(yard)
+    assert edge.stdout is not None
+    plans = []
+    while (line := (await edge.stdout.readline()).decode().strip()) != "all":
+        plans.append(codec.decode(line, type=LaunchPlan))
+    edge.kill()
+    await edge.wait()
+    assert len(plans) == 6
+    next(yard.generations)
+    backend = await yard.backend()
+    boxes = [await backend.adopt(plan) for plan in plans]
+    for box in boxes:
+        assert box is not None
+        assert (await sh(box, "echo adopted"))[1] == "adopted\n"
+    os.kill(boxes[0].pid, 9)
+    assert (await asyncio.wait_for(boxes[0].wait(), 5)).signal == 9  # the holder saw the status
+    await asyncio.gather(*(box.stop() for box in boxes))
+    assert await backend.reap(frozenset()) == ()
+
+
+async def test_edge_killed_in_the_middle_of_its_launches(leftovers: object, yard: Yard) -> None:
+    """kill -9 of the Edge while it launches: what no record names is reaped, whole or half-made."""
+    for delay in (0.45, 0.5, 0.55, 0.6):
+        edge = await start_edge(yard)
+        await asyncio.sleep(delay)
+        edge.kill()
+        await edge.wait()
+    next(yard.generations)
+    backend = await yard.backend()
+    await backend.reap(frozenset())
+    assert await backend.reap(frozenset()) == ()
+
+
+async def test_holder_killed_while_sandboxes_live(leftovers: object, yard: Yard) -> None:
+    """kill -9 of the holder: another one is started, exec goes on, deaths are still seen, new sandboxes start, stop frees all."""
+    backend = await yard.backend()
+    box, doomed = [await backend.launch(yard.plan(backend.node)) for _ in range(2)]
+    op = os.urandom(16).hex()
+    await box.link.start(op, ExecSpec(argv=("/bin/sh", "-c", "sleep 0.5; echo survived")))
+    os.kill(holder_pid(backend), signal.SIGKILL)
+    assert (await box.link.wait(op, 5)).stdout.data() == b"survived\n"
+    following = await backend.launch(yard.plan(backend.node))
+    assert (await sh(following, "true"))[0] == 0
+    os.kill(doomed.pid, 9)
+    assert (await asyncio.wait_for(doomed.wait(), 5)).reason is ExitReason.BROKEN  # nobody was there to wait for it
+    for one in (box, doomed, following):
+        await one.stop()
+    assert await backend.reap(frozenset()) == ()
+
+
+async def test_holder_killed_while_a_sandbox_dies(leftovers: object, yard: Yard) -> None:
+    """A sandbox that dies while no holder watches is told as broken, and freed."""
+    backend = await yard.backend()
+    box = await backend.launch(yard.plan(backend.node))
+    pid = holder_pid(backend)
+    os.kill(pid, signal.SIGSTOP)
+    os.kill(box.pid, 9)
+    os.kill(pid, signal.SIGKILL)
+    assert (await asyncio.wait_for(box.wait(), 10)).reason in (ExitReason.BROKEN, ExitReason.EXITED)
+    await box.stop()
+
+
+async def test_both_killed(leftovers: object, yard: Yard) -> None:
+    """Edge and holder killed together: the next Edge finds the living sandboxes in their cgroups."""
+    first = await yard.backend()
+    plan = yard.plan(first.node)
+    await first.launch(plan)
+    pid = holder_pid(first)
+    await first.close()
+    os.kill(pid, signal.SIGKILL)
+    second = await yard.backend()
+    box = await second.adopt(plan)
+    assert box is not None
+    assert (await sh(box, "echo here"))[1] == "here\n"
+    await box.stop()
+
+
+async def test_holder_refuses_strangers_and_nonsense(leftovers: object, yard: Yard) -> None:
+    """Its socket is in a private directory; an unknown operation is refused; garbage closes only that connection."""
+    backend = await yard.backend()
+    path = backend._holder.path
+    assert os.stat(path).st_mode & 0o77 == 0
+    assert os.stat(os.path.dirname(path)).st_mode & 0o77 == 0
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
+        sock.settimeout(5)
+        sock.connect(path)
+        sock.send(b'{"id": 1, "op": "mount_everything"}')
+        assert "no operation" in json.loads(sock.recv(65536))["error"]
+        sock.send(b'{"id": 2, "op": "kill"}')
+        assert "error" in json.loads(sock.recv(65536))
+        sock.send(b"\xff not json")
+        assert sock.recv(65536) == b""
+    box = await backend.launch(yard.plan(backend.node))
+    assert (await sh(box, "true"))[0] == 0
+
+
+async def test_holder_ends_when_nobody_needs_it(leftovers: object, yard: Yard) -> None:
+    """Without an Edge and without sandboxes the holder goes away by itself."""
+    backend = await yard.backend(holder_linger=0.2)
+    pid = holder_pid(backend)
+    await backend.close()
+    for _ in range(80):
+        if not os.path.exists(f"/proc/{pid}"):
+            break
+        await asyncio.sleep(0.1)
+    else:
+        raise AssertionError("the holder is still there after 8 s")
+
+
+async def test_layers_are_mounted_once(leftovers: object, yard: Yard) -> None:
+    """Twenty launches at one time share one mount of their layer, and the node's own mount table never shows a sandbox."""
+    before = Path("/proc/self/mountinfo").read_text()
+    backend = await yard.backend()
+    boxes = await asyncio.gather(*(backend.launch(yard.plan(backend.node)) for _ in range(20)))
+    assert list(backend._mounted) == [BASE.digest]
+    assert Path("/proc/self/mountinfo").read_text() == before
+    await asyncio.gather(*(box.stop() for box in boxes))
