@@ -13,7 +13,7 @@ from dsec.backends.guest.build import ensure
 from dsec.backends.guest.link import Link
 from dsec.model import ExecSpec, OpStatus
 
-NO_HELP = "-sys_ptrace,-dac_read_search,-sys_admin"  # capabilities that a sandbox never has
+NO_HELP = "-sys_ptrace,-dac_read_search,-sys_admin,-perfmon"  # capabilities that a sandbox never has
 
 
 class Box:

@@ -294,7 +294,8 @@ class Link:
                         i = chunk.stream - 1
                         at[i] = chunk.offset + len(chunk.data)
                         tries = 0
-                        yield chunk
+                        if chunk.data:  # an empty one only says where the stream goes on
+                            yield chunk
                         if at[i] + WINDOW // 2 > granted[i] and not reader.lost:
                             granted[i] = at[i] + WINDOW
                             channel.write(wire.Type.CREDIT, request, wire.OFFSETS.pack(*granted))

@@ -6,6 +6,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/epoll.h>
+#include <sys/ioctl.h>
 #include <sys/prctl.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
@@ -137,6 +138,8 @@ void pool_event(struct watch *watch) {
         retire(w);
         return;
     }
+    int there = 0; /* a large reply comes as several buffers of the kernel's, one after the other */
+    if (!ioctl(w->w.fd, FIONREAD, &there) && there < (int)(sizeof m + m.length)) return;
     struct iovec v[2] = {{&m, sizeof m}, {reply, m.length}};
     struct msghdr h = {.msg_iov = v, .msg_iovlen = 2};
     n = recvmsg(w->w.fd, &h, MSG_DONTWAIT);

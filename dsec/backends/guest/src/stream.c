@@ -257,11 +257,13 @@ bool output_pump(struct op *op) {
             uint64_t at = op->reader.sent[i], end = at + MAX_CHUNK;
             if (end > op->reader.credit[i]) end = op->reader.credit[i];
             struct iovec piece;
-            if (at >= end || !stream_at(s, &at, end > at ? end : at, &piece)) {
-                /* A jump may lead beyond the credit; the position still moves, so that the pipe does not stay blocked. */
-                if (at > op->reader.sent[i]) op->reader.sent[i] = at, moved = true;
-                break;
-            }
+            size_t n = at < end ? stream_at(s, &at, end, &piece) : 0;
+            if (!n && at > op->reader.sent[i]) { /* the bytes there are gone: go on behind the gap */
+                op->reader.sent[i] = at;
+                moved = true;
+                if (at < op->reader.credit[i]) continue;
+                piece = (struct iovec){NULL, 0}; /* an empty chunk says where that is, so that credit can follow */
+            } else if (!n) break;
             uint8_t head[16] = {(uint8_t)(i + 1)};
             memcpy(head + 8, &at, 8);
             op->reader.sent[i] = at + piece.iov_len;
