@@ -71,7 +71,7 @@ class EdgeConfig(Room, frozen=True):
     memory_reserve: Annotated[int, Meta(ge=0, description="kept for the Edge, the holder and the page cache")] = GIB
     memory_overcommit: Annotated[float, Meta(gt=0, le=64, description="memory limits admitted per byte of memory")] = 1.0
     cpus: Annotated[float, Meta(ge=0, description="cores for sandboxes; 0 = what the node has")] = 0.0
-    cpu_overcommit: Annotated[float, Meta(gt=0, le=1_000, description="cpu shares admitted per core")] = 32.0
+    cpu_overcommit: Annotated[float, Meta(gt=0, le=1_000, description="cpu shares admitted per core")] = 128.0
     pids: Annotated[int, Meta(ge=0, description="processes expected at most; 0 = pid_max - 4096")] = 0
     pids_overcommit: Annotated[float, Meta(gt=0, le=1_000, description="process limits admitted per expected process")] = 16.0
     starting_max: Annotated[int, Meta(ge=0, le=1_000, description="sandboxes launched at one time; 0 = 2 a core, 4 to 8")] = 0
