@@ -10,7 +10,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Container, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import libdsec
 from dsec import syscalls
 from dsec.actors.up import Cluster
-from dsec.bus import codec, subjects
+from dsec.bus import subjects
 from dsec.bus.bus import Bus
 from dsec.bus.messages import Heartbeat
 from dsec.layers import mounts
@@ -55,7 +55,7 @@ class Session:
         beats: list[Heartbeat] = []
         bus = await Bus.connect(self.cluster.url, name="benchmark")
         try:
-            await bus.subscribe(subjects.heartbeat_all(bus.unit), lambda msg: beats.append(codec.decode(msg.data, Heartbeat)))
+            await bus.subscribe(subjects.heartbeat_all(bus.unit), Heartbeat, lambda beat, _: beats.append(beat))
             yield beats
             await asyncio.sleep(1.1)
         finally:
@@ -183,16 +183,32 @@ async def features(sandbox: libdsec.Sandbox) -> dict[str, object]:
     }
 
 
-async def interleave(rounds: int, ways: dict[str, Callable[[], Awaitable[float]]], warm_up: int = 3) -> dict[str, list[float]]:
-    """Take every way once a round, in turning order, so that a change of the machine's load meets all alike. Warm-ups are not counted."""
+async def interleave(
+    rounds: int, ways: dict[str, Callable[[], Awaitable[float]]], warm_up: int = 3, *, may_fail: Container[str] = ()
+) -> tuple[dict[str, list[float]], dict[str, str]]:
+    """Take every way once a round, in turning order, so that a change of the machine's load meets all alike. Warm-ups are not counted.
+
+    Returns the milliseconds by way, and why a way of ``may_fail`` is missing: it is left out from its first failure on.
+    """
     times: dict[str, list[float]] = {name: [] for name in ways}
+    failed: dict[str, str] = {}
     names = list(ways)
     for number in range(-warm_up, rounds):
         for name in names[number % len(names) :] + names[: number % len(names)]:
-            took = await ways[name]()
+            if name in failed:
+                continue
+            try:
+                took = await ways[name]()
+            except Exception as error:
+                if name not in may_fail:
+                    raise
+                failed[name] = f"failed in round {number}: {error}"
+                del times[name]
+                say(f"{name}: {failed[name]}")
+                continue
             if number >= 0:
                 times[name].append(took)
-    return times
+    return times, failed
 
 
 def rss(pid: int) -> int:

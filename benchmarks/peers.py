@@ -260,8 +260,8 @@ async def child(name: str, rootfs: Path) -> None:
             took = (time.perf_counter() - started) * 1e3
             await runtime.remove()
             print(json.dumps({"ms": took, "said": said.strip()}), flush=True)
-    except Absent as error:
-        print(json.dumps({"error": str(error)}), flush=True)
+    except Exception as error:  # noqa: BLE001 - whatever failed is the parent's to tell
+        print(json.dumps({"error": f"{type(error).__name__}: {error}"}), flush=True)
     finally:
         await runtime.close()
         shutil.rmtree(folder, ignore_errors=True)

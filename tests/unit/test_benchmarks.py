@@ -87,7 +87,24 @@ async def test_interleaving_takes_every_way_once_a_round() -> None:
 
         return take
 
-    times = await harness.interleave(4, {"a": way("a"), "b": way("b")}, warm_up=1)
+    times, failed = await harness.interleave(4, {"a": way("a"), "b": way("b")}, warm_up=1)
+    assert not failed
     assert {name: len(values) for name, values in times.items()} == {"a": 4, "b": 4}
     assert sorted(order) == ["a"] * 5 + ["b"] * 5
     assert {"".join(order[at : at + 2]) for at in range(0, 10, 2)} == {"ab", "ba"}
+
+
+async def test_a_peer_that_fails_is_left_out() -> None:
+    """A peer that fails is named with its reason and has no figure; a failure of our own side ends the run."""
+
+    async def ours() -> float:
+        return 1.0
+
+    async def peer() -> float:
+        raise RuntimeError("gone")
+
+    times, failed = await harness.interleave(3, {"ours": ours, "peer": peer}, may_fail=("peer",))
+    assert times == {"ours": [1.0] * 3}
+    assert "gone" in failed["peer"]
+    with pytest.raises(RuntimeError, match="gone"):
+        await harness.interleave(3, {"peer": peer})
