@@ -188,7 +188,7 @@ class Intake:
             if not stored.done():
                 stored.set_result(None)
         placed = [Placed(index=sandbox.record.index, ulid=sandbox.record.ulid) for sandbox in new]
-        edge.reporter.accepted(request.burst, request.inbox, placed)
+        edge.reporter.accepted(request.burst, request.inbox, placed, len(placed))
         for sandbox in new:
             self.queue.append(sandbox)
             edge.watch(sandbox)
@@ -200,8 +200,15 @@ class Intake:
         for _, ulid in known:
             if (stored := self._inserts.get(ulid)) is not None:
                 await stored
-        if known:
-            edge.reporter.accepted(request.burst, request.inbox, [Placed(index=index, ulid=ulid) for index, ulid in known])
+        if not known:
+            return
+        waiting = [ulid for _, ulid in known if ulid in edge.sandboxes and not edge.sandboxes[ulid].life.ready]
+        elsewhere = [ulid for ulid in waiting if self.inboxes.get(ulid) != request.inbox]
+        for ulid in elsewhere:
+            edge.reporter.moved(request.burst, self.inboxes.get(ulid, ""))
+            self.inboxes[ulid] = request.inbox
+        placed = [Placed(index=index, ulid=ulid) for index, ulid in known]
+        edge.reporter.accepted(request.burst, request.inbox, placed, len(known) - len(waiting) + len(elsewhere))
         for index, ulid in known:
             sandbox = edge.sandboxes.get(ulid)
             if sandbox is None:
@@ -209,8 +216,6 @@ class Intake:
                 how = record.exit if record is not None else None
                 error = SandboxGone("has ended", sandbox=f"{edge.name}-{ulid}", reason=str(how.reason) if how else "unknown")
                 edge.reporter.failed(request.burst, request.inbox, Failed(index=index, ulid=ulid, error=error.body()))
-            elif sandbox.state in STARTING:
-                self.inboxes[ulid] = request.inbox
             elif sandbox.life.ready:
                 record = sandbox.record
                 ready = ReadyItem(index=index, ulid=ulid, layers=record.layers, degraded=record.degraded)

@@ -1,6 +1,7 @@
-"""News of bursts to their callers' inboxes: gathered for a few milliseconds, never delayed when there is only one.
+"""News of bursts to their callers' inboxes: gathered for a few milliseconds, never delayed when there is nothing to gather.
 
-The first news of a burst leaves at the end of the loop's current round; what follows within the window leaves together at its end.
+The first news of a burst leaves at the end of the loop's current round; what follows within the window leaves together at its end, or
+at once when nothing more of this burst is expected here: a single create never waits.
 """
 
 from __future__ import annotations
@@ -18,12 +19,13 @@ MOST = 2_000  # items in one message
 
 
 class _Open:
-    __slots__ = ("accepted", "failed", "quiet_until", "ready", "timer")
+    __slots__ = ("accepted", "expected", "failed", "quiet_until", "ready", "timer")
 
     def __init__(self) -> None:
         self.accepted: list[Placed] = []
         self.ready: list[ReadyItem] = []
         self.failed: list[Failed] = []
+        self.expected = 0  # accepted, and neither ready nor failed yet
         self.quiet_until = 0.0  # loop time until which news are gathered
         self.timer: asyncio.TimerHandle | asyncio.Handle | None = None
 
@@ -37,35 +39,53 @@ class Reporter:
         self._window = window
         self._open: dict[tuple[str, str], _Open] = {}
 
-    def accepted(self, burst: str, inbox: str, placed: list[Placed]) -> None:
-        self._of(burst, inbox).accepted += placed
+    def accepted(self, burst: str, inbox: str, placed: list[Placed], expected: int) -> None:
+        """``expected``: how many more of them will be ready or failed, and are not counted for this inbox yet."""
+        entry = self._of(burst, inbox)
+        entry.accepted += placed
+        entry.expected += expected
+        self._schedule((burst, inbox), entry)
 
     def ready(self, burst: str, inbox: str, item: ReadyItem) -> None:
-        self._of(burst, inbox).ready.append(item)
+        entry = self._of(burst, inbox)
+        entry.ready.append(item)
+        entry.expected -= 1
+        self._schedule((burst, inbox), entry)
 
     def failed(self, burst: str, inbox: str, item: Failed) -> None:
-        self._of(burst, inbox).failed.append(item)
+        entry = self._of(burst, inbox)
+        entry.failed.append(item)
+        entry.expected -= 1
+        self._schedule((burst, inbox), entry)
+
+    def moved(self, burst: str, inbox: str) -> None:
+        """One that was expected here will be told to another inbox."""
+        if (entry := self._open.get((burst, inbox))) is not None:
+            entry.expected -= 1
+            self._schedule((burst, inbox), entry)
 
     def _of(self, burst: str, inbox: str) -> _Open:
         key = (burst, inbox)
         entry = self._open.get(key)
         if entry is None:
             entry = self._open[key] = _Open()
-        if entry.timer is None:
-            loop = asyncio.get_running_loop()
-            wait = entry.quiet_until - loop.time()
-            entry.timer = loop.call_later(wait, self._send, key) if wait > 0 else loop.call_soon(self._send, key)
         return entry
+
+    def _schedule(self, key: tuple[str, str], entry: _Open) -> None:
+        loop = asyncio.get_running_loop()
+        at_once = entry.expected <= 0 or entry.quiet_until <= loop.time()
+        if entry.timer is not None:
+            if not at_once:
+                return
+            entry.timer.cancel()
+        entry.timer = loop.call_soon(self._send, key) if at_once else loop.call_at(entry.quiet_until, self._send, key)
 
     def _send(self, key: tuple[str, str]) -> None:
         entry = self._open[key]
         entry.timer = None
-        if not (entry.accepted or entry.ready or entry.failed):
-            del self._open[key]  # a whole window without news
-            return
-        loop = asyncio.get_running_loop()
-        entry.quiet_until = loop.time() + self._window
-        entry.timer = loop.call_later(self._window, self._send, key)
+        entry.quiet_until = asyncio.get_running_loop().time() + self._window
+        if entry.expected <= 0:
+            del self._open[key]
         accepted, ready, failed = entry.accepted, entry.ready, entry.failed
         entry.accepted, entry.ready, entry.failed = [], [], []
         burst, inbox = key
@@ -85,6 +105,4 @@ class Reporter:
             if entry.timer is not None:
                 entry.timer.cancel()
             self._send(key)
-            if (entry.timer) is not None:
-                entry.timer.cancel()
         self._open.clear()
