@@ -299,7 +299,9 @@ class Mailbox:
                     result = await do()
                 except asyncio.CancelledError:
                     future.cancel()
-                    raise
+                    task = asyncio.current_task()
+                    if task is None or task.cancelling():  # else it was the work that was cancelled, not the mailbox
+                        raise
                 except Exception as error:  # noqa: BLE001 - a handler may raise anything; it becomes an answer, a count and a log line
                     if not future.done():
                         future.set_exception(error)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Mapping
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -213,7 +213,7 @@ class Connecting:
         self._opening = opening
         self._bus: Bus | None = None
 
-    def __await__(self) -> Any:
+    def __await__(self) -> Generator[Any, None, Bus]:
         return self._opening.__await__()
 
     async def __aenter__(self) -> Bus:

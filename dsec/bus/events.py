@@ -18,7 +18,7 @@ from dsec.bus.messages import Event, EventBatch
 from dsec.bus.spool import Record, Spool
 from dsec.bus.streams import EVENTS_STREAM, ask, checked
 from dsec.bus.transport import Msg, log
-from dsec.errors import DsecError, InvalidRequest, NotFound, Unavailable
+from dsec.errors import Denied, DsecError, InvalidRequest, NotFound, Unavailable
 from dsec.model import SandboxId, new_ulid
 
 BATCH_EVENTS = 256
@@ -193,7 +193,15 @@ class EventPublisher:
     async def _fly(self, record: Record) -> None:
         """Deliver one message: acknowledged by the stream, or an error."""
         headers = {"Nats-Msg-Id": record.id}
-        checked(await self.bus.transport.request(record.subject, record.data, timeout=self.ack_timeout, headers=headers))
+        try:
+            checked(await self.bus.transport.request(record.subject, record.data, timeout=self.ack_timeout, headers=headers))
+        except DsecError as error:
+            if error.retryable or isinstance(error, Denied | NotFound):
+                raise
+            # Nothing will ever make it acceptable (too large, bad subject): kept, it would hold up all that come after it.
+            self._dropped += 1
+            self.bus.events.emit("events_lost", f"{record.subject}: {error}", level="error")
+            return
         self.acknowledged += 1
 
     async def _through_spool(self) -> None:

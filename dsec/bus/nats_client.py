@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import re
 import sys
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -38,6 +39,8 @@ from dsec.errors import Denied, InvalidRequest, Unavailable
 __all__ = ["OUTGOING_LIMIT", "DirectClient", "ErrInvalidUserCredentials", "RawCredentials", "Server", "nats_errors", "wire_headers"]
 
 READ_BUFFER = 256 * 1024
+SLICE = 32 * 1024  # bytes parsed between looks at the clock
+TURN = 0.001  # seconds that the reader may hold the loop
 OUTGOING_LIMIT = 2 * 1024 * 1024
 
 _BAD_SUBJECT = re.compile(r"[\s\x00]|^$|\.\.|^\.|\.$")
@@ -227,7 +230,7 @@ class DirectClient(Client):
         elif self.is_connecting or ("authorization violation" in err_msg and not self.is_connected):
             await super()._process_err(err_msg)
         else:
-            self.events.emit("error", err_msg)
+            self.events.emit("slow_consumer" if "slow consumer" in err_msg else "error", f"nats-server: {err_msg}", level="error")
             await self._process_op_err(nats_errors.Error(f"nats: {err_msg}"))
 
     def _deny(self, what: str, subject: str, text: str) -> None:
@@ -249,6 +252,19 @@ class DirectClient(Client):
         if reader is not None:
             reader._limit = READ_BUFFER
 
+    async def _parse(self, data: bytes) -> None:
+        """Parse and deliver; gives way after each millisecond, since a buffer of small messages holds a thousand of them."""
+        if len(data) <= SLICE:
+            await self._ps.parse(data)
+            return
+        began = time.monotonic()
+        view = memoryview(data)
+        for start in range(0, len(data), SLICE):
+            await self._ps.parse(view[start : start + SLICE])  # type: ignore[arg-type]
+            if time.monotonic() - began > TURN:
+                await asyncio.sleep(0)
+                began = time.monotonic()
+
     async def _read_loop(self) -> None:
         while not (self.is_closed or self.is_reconnecting or self._transport is None):
             try:
@@ -256,7 +272,7 @@ class DirectClient(Client):
                 if not data and self._transport.at_eof():
                     await self._process_op_err(nats_errors.UnexpectedEOF())
                     return
-                await self._ps.parse(data)
+                await self._parse(data)
             except asyncio.CancelledError:
                 return
             except (nats_errors.ProtocolError, OSError) as error:

@@ -17,6 +17,7 @@ import time
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
+from urllib.parse import urlsplit
 
 from dsec.errors import NodeError, Unsupported
 
@@ -200,6 +201,28 @@ class NatsServer:
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         await self.stop()
+
+
+async def sync_always(monitor: str, timeout: float = 2.0) -> bool | None:
+    """Whether the server at this monitoring URL syncs JetStream on every write; None when it has no JetStream or does not answer.
+
+    The stream's own description does not say it, only monitoring does.
+    """
+    parts = urlsplit(monitor)
+    try:
+        async with asyncio.timeout(timeout):
+            reader, writer = await asyncio.open_connection(parts.hostname, parts.port or 8222)
+            try:
+                writer.write(f"GET /jsz HTTP/1.0\r\nHost: {parts.hostname}\r\n\r\n".encode())
+                answer = await reader.read(1 << 20)
+                while more := await reader.read(1 << 20):
+                    answer += more
+            finally:
+                writer.close()
+        config = json.loads(answer.partition(b"\r\n\r\n")[2]).get("config") or {}
+    except (OSError, ValueError):
+        return None
+    return bool(config["sync_always"]) if "sync_always" in config else (False if config else None)
 
 
 def _read_ports(directory: Path) -> dict[str, Any] | None:

@@ -13,17 +13,16 @@ from dsec import errors
 from dsec.bus import Bus, EventPublisher, EventReader, EventsConfig, ensure_events_stream, kv_bucket
 from dsec.bus.events import events as read_events
 from dsec.bus.messages import Event
-from dsec.bus.server import NatsServer
+from dsec.bus.server import NatsServer, sync_always
 from dsec.bus.streams import ask
 from dsec.model import SandboxId, new_ulid
 from tests.fixtures_bus import Opener
-
 
 pytestmark = pytest.mark.filterwarnings("ignore:Overriding the .event_loop_policy")
 
 
 @pytest.fixture(scope="module")
-def event_loop_policy() -> asyncio.AbstractEventLoopPolicy:
+def event_loop_policy() -> uvloop.EventLoopPolicy:
     """Actors run on uvloop, so these tests do; the contract suite runs on asyncio's own loop."""
     return uvloop.EventLoopPolicy()
 
@@ -182,6 +181,29 @@ async def test_jetstream_off_is_said(state_dir: Path) -> None:
     async with NatsServer(state_dir / "nats", jetstream=False) as server, Bus.connect(server.url) as bus:
         with pytest.raises(errors.Unavailable, match="JetStream"):
             await ensure_events_stream(bus)
+
+
+async def test_a_message_that_can_never_be_stored_does_not_hold_up_the_rest(
+    nats_server: NatsServer, open_bus: Opener, tmp_path: Path
+) -> None:
+    """An event above the server's limit is dropped and counted; the others arrive."""
+    bus = await open_bus()
+    await ensure_events_stream(bus)
+    source = Source()
+    async with EventPublisher(bus, "n1", tmp_path) as publisher:
+        publisher.post(source.event("policy", note="x" * (2 << 20)), source.event())
+        await publisher.drained(5)
+        assert publisher.lost == 1
+    assert bus.events.counts["events_lost"] == 1
+    assert [event.n async for event in read_events(bus, since="all", follow=False)] == [2]
+
+
+async def test_the_embedded_server_syncs_each_write(nats_server: NatsServer, state_dir: Path) -> None:
+    """Our server acknowledges an event only after fsync; one started otherwise is told apart."""
+    assert await sync_always(nats_server.monitor) is True
+    assert await sync_always("http://127.0.0.1:1") is None
+    async with NatsServer(state_dir / "other", jetstream=False, extra=f'jetstream {{ store_dir: "{state_dir}/js" }}') as other:
+        assert await sync_always(other.monitor) is False
 
 
 async def test_key_value_compares_and_sets(nats_server: NatsServer, open_bus: Opener) -> None:

@@ -22,12 +22,11 @@ from dsec.bus.server import NatsServer
 from dsec.errors import DsecError
 from tests.fixtures_bus import Opener
 
-
 pytestmark = pytest.mark.filterwarnings("ignore:Overriding the .event_loop_policy")
 
 
 @pytest.fixture(scope="module")
-def event_loop_policy() -> asyncio.AbstractEventLoopPolicy:
+def event_loop_policy() -> uvloop.EventLoopPolicy:
     """Actors run on uvloop, so these tests do; the contract suite runs on asyncio's own loop."""
     return uvloop.EventLoopPolicy()
 
