@@ -44,9 +44,12 @@ for p in mine:
         if steal(p, number) >= 0:
             got["stolen from a supervisor"] = number
 tell("ptrace", libc.ptrace(0x4206, 1, 0, 0))
-for name in ("mem", f"fd/{fd}", "environ", f"map_files"):
+for name in ("mem", f"fd/{fd}", "environ", "map_files"):
     try:
-        os.listdir(f"/proc/1/{name}") and os.stat(f"/proc/1/{name}/" + os.listdir(f"/proc/1/{name}")[0]) if name == "map_files" else os.open(f"/proc/1/{name}", os.O_RDONLY)
+        if name == "map_files":
+            os.readlink("/proc/1/map_files/" + os.listdir("/proc/1/map_files")[0])
+        else:
+            os.open(f"/proc/1/{name}", os.O_RDONLY)
         got[name] = 1
     except OSError as error:
         got[name] = os.strerror(error.errno)

@@ -175,12 +175,11 @@ async def test_magic_links_are_refused(link: Link) -> None:
             await ask(link, "read", path, length=10)
 
 
-async def test_a_full_disk_is_named(link: Link, root: Path) -> None:
+async def test_a_full_disk_is_named(box: Box, link: Link, root: Path) -> None:
     """ENOSPC is the sandbox's error, with its name in ``reason``."""
-    script = f"mount -t tmpfs -o size=64k none {root}"
     # The mount belongs in the guest's mount namespace: entered from outside, since the guest itself may not mount.
-    pid = next(iter([link.expect_pid() if callable(link.expect_pid) else 0]))
-    subprocess.run(["nsenter", "-t", str(pid), "-m", "sh", "-c", script], check=True)
+    command = ("nsenter", "-t", str(box.pid), "-m", "mount", "-t", "tmpfs", "-o", "size=64k", "none", str(root))
+    await asyncio.to_thread(subprocess.run, command, check=True)
     await ask(link, "write", root / "big", create=True)
     with pytest.raises(SandboxError) as caught:
         await ask(link, "write", root / "big", data=b"x" * PIECE)

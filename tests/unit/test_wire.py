@@ -15,7 +15,7 @@ texts = st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=
 def test_a_frame_has_a_header_of_twelve_bytes() -> None:
     """Length, type, zero and request, little-endian."""
     raw = wire.frame(wire.Type.WAIT, 7, wire.op_bytes(OP))
-    assert raw[:12].hex() == "10000000" "0400" "0000" "07000000"
+    assert raw[:12].hex() == "100000000400000007000000"
     assert wire.header(raw) == (16, wire.Type.WAIT, 7)
 
 
@@ -61,7 +61,12 @@ def test_a_bad_start_names_its_field(change: dict[str, object], field: str) -> N
 
 @pytest.mark.parametrize(
     ("change", "field"),
-    [({"verb": "chmod"}, "verb"), ({"data": b"x" * (wire.MAX_DATA + 1)}, "data"), ({"length": wire.MAX_DATA + 1}, "length"), ({"offset": -1}, "offset")],
+    [
+        ({"verb": "chmod"}, "verb"),
+        ({"data": b"x" * (wire.MAX_DATA + 1)}, "data"),
+        ({"length": wire.MAX_DATA + 1}, "length"),
+        ({"offset": -1}, "offset"),
+    ],
 )
 def test_a_bad_file_request_names_its_field(change: dict[str, object], field: str) -> None:
     """One limit for a piece, and an error instead of a cut (c41)."""

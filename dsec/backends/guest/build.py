@@ -19,6 +19,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 GUEST = Path(__file__).resolve().parent
@@ -89,13 +90,18 @@ def build(arch: str, out: Path, program: str = "aether", extra: tuple[str, ...] 
     sources, _ = _sources(program)
     if not sources:
         raise BuildError(f"{program}: no C sources in {GUEST / PROGRAMS[program]}")
+    return compile_files(arch, out, sources, (*FLAGS, *extra))
+
+
+def compile_files(arch: str, out: Path, sources: Sequence[Path], flags: Sequence[str]) -> Path:
+    """Compile and link ``sources`` for ``arch`` into ``out``, replaced atomically. Raises `BuildError` with the compiler's words."""
     out.parent.mkdir(parents=True, exist_ok=True)
     part = out.with_name(f".{out.name}.{os.getpid()}")
-    command = [*_compiler(arch), *FLAGS, *extra, "-o", str(part), *map(str, sources)]
+    command = [*_compiler(arch), *flags, "-o", str(part), *map(str, sources)]
     done = subprocess.run(command, capture_output=True, text=True, env=_cache_env(), check=False)
     if done.returncode:
         part.unlink(missing_ok=True)
-        raise BuildError(f"{program} for {arch} did not compile:\n{done.stderr.strip()}")
+        raise BuildError(f"{out.name} for {arch} did not compile:\n{done.stderr.strip()}")
     part.chmod(0o755)
     part.replace(out)
     return out

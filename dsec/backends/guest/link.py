@@ -233,7 +233,7 @@ class Link:
                     raise self._lost() from None
                 continue
             status = self._expect(value, wire.Status, values)
-            if result is not None:
+            if result is not None and not status.ended:  # of one that had ended nothing more comes by itself
                 self._remember(op, result)
             return _op_status(status)
         raise self._lost()

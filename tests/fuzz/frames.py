@@ -1,0 +1,39 @@
+"""Fuzzes the guest's frame parser: ``python -m tests.fuzz.frames --seconds 600 [--seed N]``. Exit code 0: nothing was found."""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from dsec.backends.guest import build
+
+HERE = Path(__file__).resolve().parent
+
+
+def compile_target(folder: Path) -> Path:
+    """The parser with undefined behaviour made a crash, and the mutator around it."""
+    out = folder / "frames"
+    sources = [build.GUEST / "src/frame.c", HERE / "frames.c"]
+    flags = ("-std=gnu11", "-Os", "-static", "-Wall", "-Wextra", "-Werror", "-fsanitize=undefined", "-fsanitize-trap=undefined")
+    build.compile_files(build.native_arch(), out, sources, (*flags, f"-I{build.GUEST / 'src'}"))
+    return out
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="fuzz the frame parser of the guest")
+    parser.add_argument("--seconds", type=int, default=60)
+    parser.add_argument("--seed", type=int, default=time.time_ns() % 1_000_000_007)
+    args = parser.parse_args(argv)
+    with tempfile.TemporaryDirectory(prefix="dsec-fuzz-") as folder:
+        target = compile_target(Path(folder))
+        done = subprocess.run([str(target), str(args.seconds), str(args.seed)], capture_output=True, text=True, check=False)
+    print(f"seed {args.seed}: {done.stdout.strip() or f'ended with {done.returncode}'}")
+    return 0 if done.returncode == 0 else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
