@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import functools
-import hashlib
 import json
 import os
 import shutil
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
@@ -25,12 +25,12 @@ from typing import Any, Protocol, TypeVar
 import msgspec
 
 from dsec import syscalls
-from dsec.backends import disk
+from dsec.backends import disk, runtime
 from dsec.backends.base import Capabilities, GuestLink, LaunchPlan, Undone
 from dsec.backends.holder_client import HolderClient
 from dsec.backends.plan import Node, memory_bytes
 from dsec.backends.render import GUEST_PATH, render
-from dsec.errors import DsecError, NodeError, Unavailable, Unsupported
+from dsec.errors import DsecError, NodeError, Unavailable
 from dsec.layers.mounts import LayerMount
 from dsec.model import Exit, ExitReason, Usage
 from dsec.qos.cgroup import Cgroups, Limits, detect
@@ -40,8 +40,6 @@ T = TypeVar("T")
 
 EXIT_TIMEOUT = 10.0  # seconds from SIGKILL until the kernel has taken the sandbox apart
 READY_TIMEOUT = 15.0
-MAX_SOCKET_PATH = 107
-_RUNTIMES = ("crun", "runc")
 
 
 class Layers(Protocol):
@@ -62,6 +60,14 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     launcher: str = ""  # paths of the static programs; "" = the package's own, built when absent
     guest: str = ""
     holder_linger: float = 30.0
+
+
+class _End:
+    """The end of one sandbox: known to the holder before anybody here may have asked for it."""
+
+    def __init__(self) -> None:
+        self.seen = asyncio.Event()
+        self.status: dict[str, Any] = {}
 
 
 class ContainerInstance:
@@ -123,11 +129,12 @@ class ContainerBackend:
         self.node: Node
         state = options.state_dir
         self._sandboxes = f"{state}/sandboxes"
-        self._run = _socket_dir(state)
+        self._run = runtime.socket_dir(state)
         self._holder = HolderClient(f"{self._run}/holder", on_exit=self._on_exit, on_lost=self._on_lost)
         self._instances: dict[str, ContainerInstance] = {}
         self._launching: set[str] = set()
-        self._exited: dict[str, asyncio.Event] = {}
+        self._ends: dict[str, _End] = {}
+        self._releases: dict[str, asyncio.Task[None]] = {}
         self._mounted: dict[str, asyncio.Task[None]] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
         self._makers = ThreadPoolExecutor(2, "dsec-launch")
@@ -142,19 +149,19 @@ class ContainerBackend:
 
     async def open(self) -> None:
         opts = self.options
-        self._runtime = _find_runtime(opts.runtime)
+        self._runtime = runtime.find_runtime(opts.runtime)
         root = opts.cgroup_root or "dsec"
         self._cgroups = Cgroups(f"{root}/{opts.edge}", await asyncio.to_thread(detect))
         await asyncio.to_thread(self._make_directories)
         await asyncio.to_thread(self._cgroups.open)
-        self._launcher, self._guest = await asyncio.to_thread(_programs, opts)
+        self._launcher, self._guest = await asyncio.to_thread(runtime.programs, opts.launcher, opts.guest)
         await self._ensure_holder()
         missing: dict[str, str] = {"snapshot": "not built yet", "fork": "not built yet", "pack_diff": "not built yet"}
         userns, why = opts.userns, "switched off in the configuration"
         if userns and syscalls.disabled("userns"):
             userns, why = False, "disabled by DSEC_DISABLE"
         if userns:
-            why = await asyncio.to_thread(_userns_trouble)
+            why = await asyncio.to_thread(runtime.userns_trouble)
             userns = not why
         if not userns:
             missing["userns"] = why
@@ -181,14 +188,20 @@ class ContainerBackend:
             if self._holder.connected:
                 return
             self._mounted.clear()
-            await self._holder.start(
-                guest=self._guest,
-                launcher=self._launcher,
-                log=f"{self.options.state_dir}/holder.log",
-                keep=(self.options.state_dir, self._run, self._runtime),
-                linger=self.options.holder_linger,
-            )
-            hello = await self._holder.request("hello")
+            for last in (False, False, True):
+                await self._holder.start(
+                    guest=self._guest,
+                    launcher=self._launcher,
+                    log=f"{self.options.state_dir}/holder.log",
+                    keep=(self.options.state_dir, self._run, self._runtime),
+                    linger=self.options.holder_linger,
+                )
+                try:
+                    hello = await self._holder.request("hello")
+                    break
+                except Unavailable:  # we met one that was just ending
+                    if last:
+                        raise
             self._root, self._prefix, self._by_paths = hello["root"], hello["prefix"], hello["by_paths"]
 
     async def close(self) -> None:
@@ -252,7 +265,7 @@ class ContainerBackend:
     async def _launch(self, plan: LaunchPlan) -> ContainerInstance:
         try:
             await self.prepare(plan)
-            self._exited[plan.ulid] = asyncio.Event()
+            self._ends[plan.ulid] = _End()
             try:
                 listener, procs = await self._in(self._makers, self._make, plan)
                 try:
@@ -318,6 +331,7 @@ class ContainerBackend:
             args=(GUEST_PATH, "--fd", "3", *(("--user", plan.user) if plan.user else ()), "--workdir", plan.workdir or "/"),
             seccomp_blob=seccomp.compiled(profile) if profile is not None and is_crun else b"",
             seccomp_oci=seccomp.to_oci(profile) if profile is not None and not is_crun else None,
+            nofile=runtime.nofile(),
         )
         with open(f"{box}/config.json", "w") as file:
             json.dump(config, file)
@@ -351,6 +365,8 @@ class ContainerBackend:
         )
         instance = ContainerInstance(self, plan, pid, link)
         self._instances[plan.ulid] = instance
+        if (end := self._ends.get(plan.ulid)) is not None and end.seen.is_set():
+            self._spawn(self._tell(instance, end.status))
         return instance
 
     async def _answers(self, instance: ContainerInstance) -> None:
@@ -399,13 +415,21 @@ class ContainerBackend:
             await self._holder.request("signal", ulid=ulid, signal=15)
 
     async def release(self, ulid: str) -> None:
-        """Kill what lives and free everything; the one door out. Idempotent. Raises `NodeError` while something is still there."""
+        """Kill what lives and free everything; the one door out. Idempotent: several at once are one, and a cancelled caller does not
+        interrupt it. Raises `NodeError` while something is still there."""
+        task = self._releases.get(ulid)
+        if task is None:
+            task = self._releases[ulid] = self._spawn(self._release(ulid))
+            task.add_done_callback(lambda _: self._releases.pop(ulid, None))
+        await asyncio.shield(task)
+
+    async def _release(self, ulid: str) -> None:
         await self._ensure_holder()
-        event = self._exited.setdefault(ulid, asyncio.Event())
+        end = self._ends.setdefault(ulid, _End())
         await self._in(self._breakers, self._cgroups.kill, ulid)
         if (await self._holder.request("kill", ulid=ulid))["live"]:
             try:
-                await asyncio.wait_for(event.wait(), EXIT_TIMEOUT)
+                await asyncio.wait_for(end.seen.wait(), EXIT_TIMEOUT)
             except TimeoutError as error:
                 raise NodeError(f"the sandbox did not end within {EXIT_TIMEOUT} s of SIGKILL", sandbox=ulid, reason="kill") from error
         instance = self._instances.pop(ulid, None)
@@ -413,7 +437,7 @@ class ContainerBackend:
             await instance.link.close()
         await self._in(self._breakers, self._remove, ulid)
         await self._holder.request("forget", ulids=[ulid])
-        self._exited.pop(ulid, None)
+        self._ends.pop(ulid, None)
 
     def _remove(self, ulid: str) -> None:
         """Cgroups, socket and directory (in a thread)."""
@@ -434,11 +458,11 @@ class ContainerBackend:
             raise NodeError(f"cannot remove {box}: {error}", sandbox=ulid, reason="disk") from error
 
     def _on_exit(self, ulid: str, status: dict[str, Any]) -> None:
-        instance = self._instances.get(ulid)
-        if instance is not None:
+        if (end := self._ends.get(ulid)) is not None:
+            end.status = status
+            end.seen.set()
+        if (instance := self._instances.get(ulid)) is not None:
             self._spawn(self._tell(instance, status))
-        if (event := self._exited.get(ulid)) is not None:
-            event.set()
 
     async def _tell(self, instance: ContainerInstance, status: dict[str, Any]) -> None:
         instance.ended(await self._in(self._breakers, self._exit, instance.plan.ulid, status))
@@ -455,6 +479,7 @@ class ContainerBackend:
 
     async def adopt(self, plan: LaunchPlan) -> ContainerInstance | None:
         await self._ensure_holder()
+        self._ends[plan.ulid] = _End()
         known = (await self._holder.request("find", ulid=plan.ulid))["found"]
         pid = known if isinstance(known, int) else 0
         if known is None:
@@ -465,8 +490,8 @@ class ContainerBackend:
                 except NodeError:  # it ended in between
                     pid = 0
         if not pid:
+            self._ends.pop(plan.ulid, None)
             return None
-        self._exited.setdefault(plan.ulid, asyncio.Event())
         return self._instance(plan, pid)
 
     async def last_exit(self, ulid: str) -> Exit | None:
@@ -502,8 +527,15 @@ class ContainerBackend:
             self._spawn(self._recover())
 
     async def _recover(self) -> None:
-        """The holder died under us: start another and let it watch what lives."""
-        await self._ensure_holder()
+        """The holder died under us: start another and let it watch what lives. Kept up until it serves: deaths go unseen meanwhile."""
+        while not self._holder.connected:
+            try:
+                await self._ensure_holder()
+            except (OSError, DsecError, subprocess.SubprocessError) as error:
+                sys.stderr.write(f"dsec: cannot start a holder, trying again: {error}\n")
+                await asyncio.sleep(1.0)
+            if self._closed:
+                return
         for ulid, instance in list(self._instances.items()):
             pid = await self._in(self._breakers, self._find_init, instance.plan)
             try:
@@ -530,44 +562,3 @@ async def _through_cancels(task: asyncio.Task[None]) -> None:
     while not task.done():
         with contextlib.suppress(asyncio.CancelledError):
             await asyncio.wait([task])
-
-
-def _socket_dir(state_dir: str) -> str:
-    """``<state>/run``, or a short name in /run where a socket's path would be longer than the kernel's 107 bytes."""
-    path = f"{state_dir}/run"
-    if len(os.fsencode(path)) + 1 + 26 <= MAX_SOCKET_PATH:
-        return path
-    return f"/run/dsec-{hashlib.sha256(os.fsencode(state_dir)).hexdigest()[:16]}"
-
-
-def _find_runtime(name: str) -> str:
-    candidates = _RUNTIMES if name == "auto" else (name,)
-    path = next((found for candidate in candidates if (found := shutil.which(candidate))), None)
-    if path is None:
-        raise Unsupported(
-            f"no OCI runtime ({' or '.join(candidates)}) on this node",
-            field="container.runtime",
-            value=name,
-            fix="apt install crun",
-            reason="runtime",
-        )
-    return path
-
-
-def _programs(options: Options) -> tuple[str, str]:
-    """Launcher and guest binaries, built when they are not there."""
-    from dsec.backends.guest import build
-
-    if options.launcher and options.guest:
-        return options.launcher, options.guest
-    return options.launcher or str(build.ensure(program="launcher")), options.guest or str(build.ensure())
-
-
-def _userns_trouble() -> str:
-    """Why user namespaces cannot be made here; empty when they can."""
-    try:
-        fd = syscalls.make_userns(100_000)
-    except OSError as error:
-        return f"user namespaces: {os.strerror(error.errno or errno.EIO)}"
-    os.close(fd)
-    return ""

@@ -106,7 +106,8 @@ class Holder:
         """A private mount namespace with an empty tmpfs where roots are attached, and without the cgroup2 mount of a hybrid
         hierarchy (crun 1.8: "cgroups in hybrid mode not supported")."""
         syscalls.unshare(syscalls.CLONE_NEWNS)
-        syscalls.mount("none", "/", None, syscalls.MS_REC | syscalls.MS_PRIVATE)
+        # A slave: what the node unmounts goes here too, else this copy would keep other people's file systems busy for ever.
+        syscalls.mount("none", "/", None, syscalls.MS_REC | syscalls.MS_SLAVE)
         with open("/proc/self/mountinfo") as file:
             table = [line.split(" - ") for line in file]
         if any(right.startswith("cgroup ") for _, right in table):

@@ -11,7 +11,7 @@ from dsec.backends.base import LaunchPlan
 GUEST_PATH = "/.dsec/aether"
 OOM_SCORE_ADJ = 500  # the node's own daemons cannot lower theirs everywhere, so sandboxes raise theirs
 BLOB_ANNOTATION = "run.oci.seccomp_bpf_data"
-NOFILE = (1024, 20_000)
+NOFILE = (1024, 4096)
 # What a filter does where the runtime wants names instead of a program (runc); see `seccomp.to_oci`.
 
 

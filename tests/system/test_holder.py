@@ -169,9 +169,8 @@ async def test_holder_ends_when_nobody_needs_it(leftovers: object, yard: Yard) -
 
 async def test_layers_are_mounted_once(leftovers: object, yard: Yard) -> None:
     """Twenty launches at one time share one mount of their layer, and the node's own mount table never shows a sandbox."""
-    before = Path("/proc/self/mountinfo").read_text()
     backend = await yard.backend()
     boxes = await asyncio.gather(*(backend.launch(yard.plan(backend.node)) for _ in range(20)))
     assert list(backend._mounted) == [BASE.digest]
-    assert Path("/proc/self/mountinfo").read_text() == before
+    assert not [line for line in Path("/proc/self/mountinfo").read_text().splitlines() if str(yard.state) in line or " dsec " in line]
     await asyncio.gather(*(box.stop() for box in boxes))

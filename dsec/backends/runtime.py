@@ -1,0 +1,63 @@
+"""What the container backend needs of its node: an OCI runtime, the static programs, short socket paths, limits to hand on."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import resource
+import shutil
+
+from dsec import syscalls
+from dsec.errors import Unsupported
+
+MAX_SOCKET_PATH = 107
+_RUNTIMES = ("crun", "runc")
+
+
+def socket_dir(state_dir: str) -> str:
+    """``<state>/run``, or a short name in /run where a socket's path would be longer than the kernel's 107 bytes."""
+    path = f"{state_dir}/run"
+    if len(os.fsencode(path)) + 1 + 26 <= MAX_SOCKET_PATH:
+        return path
+    return f"/run/dsec-{hashlib.sha256(os.fsencode(state_dir)).hexdigest()[:16]}"
+
+
+def find_runtime(name: str) -> str:
+    candidates = _RUNTIMES if name == "auto" else (name,)
+    path = next((found for candidate in candidates if (found := shutil.which(candidate))), None)
+    if path is None:
+        raise Unsupported(
+            f"no OCI runtime ({' or '.join(candidates)}) on this node",
+            field="container.runtime",
+            value=name,
+            fix="apt install crun",
+            reason="runtime",
+        )
+    return path
+
+
+def programs(launcher: str, guest: str) -> tuple[str, str]:
+    """Launcher and guest binaries, built when they are not there."""
+    from dsec.backends.guest import build
+
+    if launcher and guest:
+        return launcher, guest
+    return launcher or str(build.ensure(program="launcher")), guest or str(build.ensure())
+
+
+def nofile() -> tuple[int, int]:
+    """Descriptors of a process inside: 1,024 as everywhere, and as many as the node lets us give for those who raise it."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    most = 65_536 if hard == resource.RLIM_INFINITY else min(hard, 65_536)
+    return min(1024, most), most
+
+
+def userns_trouble() -> str:
+    """Why user namespaces cannot be made here; empty when they can."""
+    try:
+        fd = syscalls.make_userns(100_000)
+    except OSError as error:
+        return f"user namespaces: {os.strerror(error.errno or errno.EIO)}"
+    os.close(fd)
+    return ""
