@@ -22,6 +22,7 @@ from dsec.model import Captured, OpStatus
 
 log = structlog.get_logger("dsec.edge")
 SILENT = 10.0
+LAST_WAIT = 10.0
 REPLY_BYTES = 900_000  # a reply stays below the server's max_payload
 
 
@@ -55,6 +56,8 @@ class Pump:
         try:
             if await self._copy():
                 status = await self._link.wait(self.op, 0)
+                while status.running and not self._closed:  # it has closed its output and goes on, or is being reaped just now
+                    status = await self._link.wait(self.op, LAST_WAIT)
                 await self._send(OutputChunk(reader=self.reader, end=True, status=bounded(status)))
         except DsecError as error:
             with contextlib.suppress(DsecError):

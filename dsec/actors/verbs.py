@@ -147,8 +147,9 @@ class Verbs:
             link = instance.link
             if request.spec is not None:
                 status = await link.start(request.op, _with_defaults(request.spec, sandbox))
-                if not status.running or not request.wait_ms:
+                if status.running and not request.wait_ms:
                     return ExecReply(status=bounded(status))
+                # One that has ended was asked for before: `wait` brings its captured output as well.
             return ExecReply(status=bounded(await link.wait(request.op, _wait(context, request.wait_ms))))
 
     async def query(self, context: Context, request: ExecRequest) -> ExecReply:

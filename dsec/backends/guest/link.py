@@ -38,6 +38,7 @@ from dsec.model import Captured, ExecSpec, FileReply, FileRequest, OpStatus, Sta
 
 T = TypeVar("T")
 WINDOW = 1 << 20  # bytes of each stream that may be under way to a reader
+LISTING = 1000  # entries of one answer when the request gives no number
 FILE_REQUESTS = 6  # at one time; the guest has eight workers
 REPEATABLE_VERBS = frozenset({"read", "write", "stat", "list"})
 UNCLAIMED = 64  # results that came before anybody waited for them
@@ -254,7 +255,11 @@ class Link:
                     async with asyncio.timeout(max(0.0, until - time.monotonic())):
                         await asyncio.shield(result.future)
                 except TimeoutError:
-                    return await self._running(op)
+                    status = await self._running(op)
+                    if status.running:
+                        return status
+                    until = time.monotonic() + self.request_timeout  # it ended just now: its output is on the way
+                    continue
             value = result.future.result()
             if self._results.get(op) is result:
                 del self._results[op]
@@ -333,7 +338,9 @@ class Link:
         await self._request(wire.Type.RESIZE, body, {"op": op}, repeat=True)
 
     async def files(self, request: FileRequest) -> FileReply:
-        mode = request.mode
+        mode, length = request.mode, request.length
+        if not length:
+            length = {"read": wire.MAX_DATA, "list": LISTING}.get(request.verb, 0)
         if request.verb == "mkdir":
             mode |= (mode & 0o444) >> 2  # a directory that may be read may be entered
         with _OwnFrames(self.sandbox_id):
@@ -341,7 +348,7 @@ class Link:
                 request.verb,
                 request.path,
                 offset=request.offset,
-                length=request.length,
+                length=length,
                 data=request.data,
                 create=request.create,
                 truncate=request.truncate,
@@ -408,6 +415,11 @@ class Link:
         task = self._connecting
         try:
             return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            current = asyncio.current_task()
+            if task.cancelled() and current is not None and not current.cancelling():
+                raise self._lost() from None  # closed while it was being opened
+            raise
         finally:
             if task.done() and self._connecting is task:
                 self._connecting = None
