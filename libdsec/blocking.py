@@ -346,7 +346,7 @@ class Files:
     def read_text(self, path: str) -> str:
         return self._loop.run(self._files.read_text(path))
 
-    def write(self, path: str, data: bytes | str, *, mode: int = 0o644) -> None:
+    def write(self, path: str, data: bytes | str, *, mode: int | None = None) -> None:
         self._loop.run(self._files.write(path, data, mode=mode))
 
     def upload(self, source: str | os.PathLike[str], target: str) -> int:

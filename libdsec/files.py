@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
-from dsec.errors import Conflict, DsecError, InvalidRequest, NotFound, SandboxError
+from dsec.errors import Conflict, Denied, DsecError, InvalidRequest, NotFound, SandboxError
 from dsec.model import FileReply, FileRequest, Stat
 from libdsec.spec import text, user_name, whole
 
@@ -60,15 +60,35 @@ class Files:
         """The content as UTF-8, undecodable bytes replaced."""
         return (await self.read(path, limit=limit)).decode("utf-8", "replace")
 
-    async def write(self, path: str, data: bytes | bytearray | memoryview | str, *, mode: int = 0o644) -> None:
-        """Replace the file's content. Readers see the old content or the new, never a part (a temporary name, then a rename)."""
+    async def write(self, path: str, data: bytes | bytearray | memoryview | str, *, mode: int | None = None) -> None:
+        """Replace the file's content. Readers see the old content or the new, never a part (a temporary name, then a rename).
+
+        An existing file keeps its owner and, unless ``mode`` is given, its mode; a link is written through; missing directories are
+        made. A new file gets 0644.
+        """
         raw = memoryview(data.encode() if isinstance(data, str) else data).cast("B")
 
         async def pieces() -> AsyncIterator[bytes]:
             for at in range(0, len(raw), PIECE):
                 yield bytes(raw[at : at + PIECE])
 
-        await self._put(path, pieces(), mode)
+        try:
+            target, found = await self._resolve(_path(path))
+        except NotFound:
+            await self._put(path, pieces(), 0o644 if mode is None else mode)
+            return
+        if found.kind == "dir":
+            raise InvalidRequest("is a directory", field="path", value=path)
+        kept = found.mode & 0o7777 if mode is None else mode
+        if found.kind != "file":
+            await self._fill(target, pieces(), kept, user=self._user)
+        elif self._user or (found.uid, found.gid) == (0, 0):
+            await self._put(target, pieces(), kept)
+        else:
+            try:
+                await Files(self._sandbox, f"{found.uid}:{found.gid}")._put(target, pieces(), kept)
+            except (Denied, InvalidRequest):  # its owner may not make names there, we may fill what is there
+                await self._fill(target, pieces(), kept, user="", truncate=True)
 
     # ------------------------------------------------------------------ transfers
     async def upload(self, source: str | os.PathLike[str], target: str, *, progress: Progress | None = None) -> int:
@@ -99,17 +119,25 @@ class Files:
     # ------------------------------------------------------------------ names
     async def stat(self, path: str, *, follow: bool = False) -> Stat:
         """Of the path itself; with ``follow``, of what a link points to. Raises `NotFound`."""
-        where = _path(path)
-        for _ in range(LINKS):
-            found = (await self._ask(FileRequest(verb="stat", path=where, user=self._user))).stat
-            if found is None or not follow or found.kind != "link":
-                break
-            where = posixpath.join(posixpath.dirname(where), found.target)
-        else:
-            raise InvalidRequest("too many links in a row", field="path", value=path)
-        if found is None:
+        if follow:
+            return (await self._resolve(_path(path)))[1]
+        return await self._lstat(_path(path))
+
+    async def _lstat(self, path: str) -> Stat:
+        reply = await self._ask(FileRequest(verb="stat", path=path, user=self._user))
+        if reply.stat is None:
             raise NotFound("no such file", field="path", value=path, sandbox=self._sandbox.id)
-        return found
+        return reply.stat
+
+    async def _resolve(self, path: str) -> tuple[str, Stat]:
+        """Where a path ends after all links, and what is there."""
+        where = path
+        for _ in range(LINKS):
+            found = await self._lstat(where)
+            if found.kind != "link":
+                return where, found
+            where = posixpath.join(posixpath.dirname(where), found.target)
+        raise InvalidRequest("too many links in a row", field="path", value=path)
 
     async def exists(self, path: str) -> bool:
         try:
@@ -174,35 +202,50 @@ class Files:
             await _drop(flying)
 
     async def _put(self, path: str, pieces: AsyncIterator[bytes], mode: int) -> int:
+        """Write under a temporary name beside ``path``, then rename; bytes written."""
         target = _path(path)
         if target == "/":
             raise InvalidRequest("is a directory", field="path", value=path)
         mode = whole(mode, "mode", 0, 0o7777)
         name = posixpath.basename(target)
         temp = posixpath.join(posixpath.dirname(target), f".{name[:200]}.{secrets.token_hex(6)}")
-        size = 0
-        flying: deque[tuple[int, asyncio.Task[FileReply]]] = deque()
+        first = FileRequest(verb="write", path=temp, create=True, truncate=True, mode=mode, user=self._user)
         try:
-            first = FileRequest(verb="write", path=temp, create=True, truncate=True, mode=mode, user=self._user)
             try:
                 await self._ask(first, bulk=True)
             except NotFound:
                 await self.mkdir(posixpath.dirname(target))
                 await self._ask(first, bulk=True)
+            size = await self._send(temp, pieces, self._user)
+            await self._rename_over(temp, target)
+        except BaseException as error:
+            with contextlib.suppress(DsecError, TimeoutError):  # the first error is the one to tell; the sandbox may be gone
+                await asyncio.wait_for(asyncio.shield(self.remove(temp, missing_ok=True)), 5)
+            if isinstance(error, DsecError) and error.value == temp:
+                error.value = path
+            raise
+        return size
+
+    async def _fill(self, path: str, pieces: AsyncIterator[bytes], mode: int, *, user: str, truncate: bool = False) -> None:
+        """Write into what is there: a device, a FIFO, or a file whose directory is closed to its owner."""
+        await self._ask(FileRequest(verb="write", path=path, truncate=truncate, mode=mode, user=user), bulk=True)
+        await self._send(path, pieces, user)
+
+    async def _send(self, path: str, pieces: AsyncIterator[bytes], user: str) -> int:
+        """Pieces one after the other, `WINDOW` under way."""
+        size = 0
+        flying: deque[tuple[int, asyncio.Task[FileReply]]] = deque()
+        try:
             async for data in pieces:
                 if len(flying) >= WINDOW:
                     await _written(flying)
-                request = FileRequest(verb="write", path=temp, offset=size, data=data, user=self._user)
+                request = FileRequest(verb="write", path=path, offset=size, data=data, user=user)
                 flying.append((len(data), asyncio.ensure_future(self._ask(request, bulk=True))))
                 size += len(data)
             while flying:
                 await _written(flying)
-            await self._rename_over(temp, target)
-        except BaseException:
+        finally:
             await _drop(flying)
-            with contextlib.suppress(DsecError):  # the first error is the one to tell; the sandbox may be gone
-                await asyncio.wait_for(asyncio.shield(self.remove(temp, missing_ok=True)), 5)
-            raise
         return size
 
     async def _rename_over(self, temp: str, target: str) -> None:

@@ -72,6 +72,7 @@ class Process:
         self._order: deque[int] = deque()
         self._queued = [0, 0]
         self._short_at: tuple[int, int] | None = None
+        self._streams_over = False
         self._received = 0  # bytes since we asked, as the Edge counts credit
         self._told = 0
         self._heard = 0.0
@@ -249,6 +250,10 @@ class Process:
                 self._short_at = reached  # lost on the way, or no longer kept: asking once more tells which
                 self._ask_again()
                 return
+            if chunk.status.running:
+                self._streams_over = True  # it closed its output and goes on
+                self._ask_again()
+                return
             self._status = chunk.status
         self._news.set()
         self._discard()
@@ -308,7 +313,10 @@ class Process:
             except TimeoutError:
                 pass
             try:
-                if self._again.is_set() or loop.time() - self._heard > self._quiet:
+                if self._streams_over:
+                    self._status = await self._sandbox._run(self.op, None)
+                    self._news.set()
+                elif self._again.is_set() or loop.time() - self._heard > self._quiet:
                     self._quiet = min(self._quiet * 2, 60.0) if not self._again.is_set() else QUIET
                     await self._attach()
                     pause = 0.05

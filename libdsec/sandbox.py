@@ -222,13 +222,14 @@ class Sandbox:
             self._ended(error.reason)
             raise
 
-    async def _run(self, op: str, spec: ExecSpec) -> OpStatus:
+    async def _run(self, op: str, spec: ExecSpec | None) -> OpStatus:
         """Start ``op`` and wait for its end by long polls, whoever restarts in between.
 
-        The spec goes along until somebody answers; afterwards only the id does, so that nothing can be run twice.
+        The spec goes along until somebody answers; afterwards only the id does, so that nothing can be run twice. Without a spec
+        it waits for an operation that was started before.
         """
         loop = asyncio.get_running_loop()
-        limit = self._limit(spec)
+        limit = self._limit(spec) if spec is not None else None
         until = None if limit is None else loop.time() + limit + GRACE
         heard = loop.time()
         known = False

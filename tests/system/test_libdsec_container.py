@@ -1,0 +1,227 @@
+"""libdsec on real containers: sessions, terminals, files, and work that goes on while the Edge or the bus is killed."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import secrets
+import shutil
+import tempfile
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+import libdsec
+from dsec.actors.up import Cluster
+from dsec.layers.importer import import_dir
+from dsec.layers.store import LayerStore
+from libdsec import Client, InvalidRequest, NotFound, Sandbox, SandboxError
+from tests.fixtures_backend import build_small_base
+
+pytestmark = [pytest.mark.needs("root", "cgroup", "oci", "guest"), pytest.mark.asyncio(loop_scope="module")]
+
+SMALL: libdsec.Options = {"memory": "96MiB", "disk": "64MiB", "cpus": 0.5, "pids": 64}
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def cluster() -> AsyncIterator[Cluster]:
+    """One Edge with the container backend and a base of this machine's programs."""
+    place = Path(tempfile.mkdtemp(prefix="dsec-t-", dir="/tmp"))
+    try:
+        await asyncio.to_thread(build_small_base, place / "base")
+        cluster = Cluster(place / "up", edges=(f"t{secrets.token_hex(4)}",), overrides={"edge": {"sweep_ms": 200}})
+        await import_dir(LayerStore(cluster.layer_store), place / "base", "small")
+        async with cluster:
+            yield cluster
+    finally:
+        await asyncio.to_thread(shutil.rmtree, place, ignore_errors=True)
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def client(cluster: Cluster) -> AsyncIterator[Client]:
+    async with libdsec.connect(cluster.url) as client:
+        yield client
+        assert await client.list() == []
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def sandbox(client: Client) -> AsyncIterator[Sandbox]:
+    async with client.sandbox("small", **SMALL) as sandbox:
+        yield sandbox
+
+
+async def test_session_keeps_its_shell(sandbox: Sandbox) -> None:
+    """Directory, variables and functions stay; each command has its own exit code and streams; a syntax error ends nothing."""
+    async with sandbox.session(env={"A": "1"}) as shell:
+        assert (await shell.run("cd /tmp; export B=2; f() { echo f$1; }")).ok
+        result = await shell.run("pwd; echo $A$B; f x; echo err >&2; false")
+        assert (result.stdout, result.stderr, result.exit_code) == (b"/tmp\n12\nfx\n", b"err\n", 1)
+        assert (await shell.run("if (")).exit_code != 0
+        assert (await shell.run("cat; printf 'no newline'")).stdout == b"no newline"
+        assert (await shell.run("echo 'it''s'; echo \"$B\"")).stdout == b"its\n2\n"
+        assert (await shell.run("yes | head -c 3000000")).stdout.total == 3_000_000
+        began = time.monotonic()
+        assert (await shell.run("sleep 60 & echo started")).stdout == b"started\n"
+        assert time.monotonic() - began < 1
+        assert (await shell.run("exit 7")).exit_code == 7
+        with pytest.raises(SandboxError, match="exited with 7"):
+            await shell.run("true")
+    async with sandbox.session() as shell:
+        result = await shell.run("sleep 60", timeout=0.3)
+        assert result.timed_out
+        with pytest.raises(SandboxError, match="longer"):
+            await shell.run("true")
+
+
+async def test_c20_terminal_size(sandbox: Sandbox) -> None:
+    """A resize is acknowledged, and the terminal has that size."""
+    async with sandbox.start("stty size; read x; stty size", tty=True, rows=10, cols=33) as process:
+        stdout = process.stdout
+        assert await anext(stdout) == b"10 33\r\n"
+        await process.resize(11, 44)
+        await process.write("\n")
+        assert b"11 44" in b"".join([data async for data in stdout])
+
+
+async def test_c08_c11_background_children_do_not_hold(sandbox: Sandbox) -> None:
+    """A background process that keeps stdout does not hold exec back, and lives on."""
+    began = time.monotonic()
+    result = await sandbox.exec("sleep 61 & setsid sleep 61 & echo done")
+    assert result.stdout == b"done\n"
+    assert time.monotonic() - began < 1
+    assert (await sandbox.exec("ps ax | grep -c '[s]leep 61'")).stdout == b"2\n"
+
+
+async def test_c10_cancel_kills_the_tree(sandbox: Sandbox) -> None:
+    """Cancelling exec ends every process of the command."""
+    task = asyncio.ensure_future(sandbox.exec("sh -c 'sleep 62 & sleep 62; true'; true"))
+    await asyncio.sleep(0.2)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    counts = [(await sandbox.exec("ps ax | grep -c '[s]leep 62'; sleep 0.05")).stdout for _ in range(5)]
+    assert counts[-1] == b"0\n"
+
+
+async def test_signals_and_exit_codes(sandbox: Sandbox) -> None:
+    """A signal by name reaches the process; its death is told as a shell would."""
+    async with sandbox.start("trap 'echo got; exit 5' INT; echo up; while :; do sleep 0.05; done") as process:
+        stdout = process.stdout
+        assert await anext(stdout) == b"up\n"
+        await process.signal("INT", tree=False)
+        assert (await process.wait(5)).exit_code == 5
+    assert (await sandbox.exec("kill -9 $$")).signal == 9
+    with pytest.raises(NotFound):
+        await sandbox.exec(["/no/such/program"])
+    with pytest.raises(InvalidRequest):
+        await sandbox.exec("true", cwd="relative")
+
+
+@pytest.mark.parametrize("size", [0, 1, 18 * 1024 + 1, 120_000, 256 * 1024, 256 * 1024 + 1, 5_000_000])
+async def test_c39_c40_files_of_every_size(sandbox: Sandbox, tmp_path: Path, size: int) -> None:
+    """What is uploaded is there, whole: hashes agree on both sides and after the way back."""
+    data = os.urandom(size)
+    (tmp_path / "up").write_bytes(data)
+    digest = hashlib.sha256(data).hexdigest()
+    await sandbox.files.upload(tmp_path / "up", "/tmp/new/file")
+    assert (await sandbox.exec(["python3", "-c", HASH, "/tmp/new/file"])).stdout.text.strip() == digest
+    await sandbox.files.download("/tmp/new/file", tmp_path / "down")
+    assert (tmp_path / "down").read_bytes() == data
+    assert await sandbox.files.read("/tmp/new/file") == data
+
+
+HASH = "import hashlib, sys; print(hashlib.sha256(open(sys.argv[1], 'rb').read()).hexdigest())"
+
+
+async def test_writing_keeps_what_a_file_is(sandbox: Sandbox) -> None:
+    """Mode and owner of an existing file stay, a link is written through, /proc is read although it has no size."""
+    await sandbox.exec("printf old > /tmp/script; chmod 755 /tmp/script; ln -s script /tmp/link", check=True)
+    await sandbox.files.write("/tmp/link", "new")
+    assert (
+        await sandbox.exec("cat /tmp/script; stat -c ' %a' /tmp/script; stat -c %N /tmp/link")
+    ).stdout.text == "new 755\n'/tmp/link' -> 'script'\n"
+    await sandbox.exec("echo mine > /home/user/f; mkdir /tmp/closed; echo mine > /tmp/closed/f", check=True)
+    await sandbox.exec(["python3", "-c", "import os; [os.chown(p, 1000, 1000) for p in ('/home/user/f', '/tmp/closed/f')]"], check=True)
+    for path in ("/home/user/f", "/tmp/closed/f"):
+        await sandbox.files.write(path, "edited by root")
+        found = await sandbox.files.stat(path)
+        assert (found.uid, found.gid, found.size) == (1000, 1000, 14)
+    assert b"Name:" in await sandbox.files.read("/proc/self/status")
+    assert not [entry.name for entry in await sandbox.files.list("/tmp/closed") if entry.name != "f"]
+    await sandbox.files.as_user("user").write("/home/user/own", "x")
+    assert (await sandbox.files.stat("/home/user/own")).uid == 1000
+
+
+async def test_c26_full_disk_is_told(sandbox: Sandbox) -> None:
+    """A write beyond the disk's limit is a typed error, names the path, and leaves no temporary file."""
+    with pytest.raises(SandboxError, match="/tmp/full"):
+        await sandbox.files.write("/tmp/full", bytes(80 << 20))
+    assert "full" not in [entry.name for entry in await sandbox.files.list("/tmp")]
+    assert not [entry.name for entry in await sandbox.files.list("/tmp") if entry.name.startswith(".full")]
+
+
+async def test_c44_links_survive_and_lead_nowhere(sandbox: Sandbox, tmp_path: Path) -> None:
+    """Trees go up and down with their links, absolute ones too; nothing is written through one."""
+    tree = tmp_path / "tree"
+    (tree / "a/b").mkdir(parents=True)
+    (tree / "a/b/f").write_text("x")
+    (tree / "a/b/f").chmod(0o755)
+    (tree / "abs").symlink_to("/etc/passwd")
+    (tree / "rel").symlink_to("a/b")
+    await sandbox.files.upload(tree, "/tmp/tree")
+    assert (
+        await sandbox.exec("stat -c %N /tmp/tree/abs; cat /tmp/tree/rel/f; stat -c %a /tmp/tree/a/b/f")
+    ).stdout == b"'/tmp/tree/abs' -> '/etc/passwd'\nx755\n"
+    await sandbox.exec("mkdir /tmp/tree/d; ln -s /tmp /tmp/tree/d/out")
+    await sandbox.files.download("/tmp/tree", tmp_path / "back")
+    assert os.readlink(tmp_path / "back/abs") == "/etc/passwd"
+    assert os.readlink(tmp_path / "back/d/out") == "/tmp"
+    assert (tmp_path / "back/a/b/f").stat().st_mode & 0o777 == 0o755
+
+
+async def test_output_and_exec_survive_a_killed_edge(client: Client, cluster: Cluster, sandbox: Sandbox) -> None:
+    """The Edge is killed with -9 and started: the exec ends with its whole output, the stream loses and doubles nothing."""
+    (edge,) = cluster.edges.values()
+    slow = "i=0; while [ $i -lt 40 ]; do echo line $i; i=$((i+1)); sleep 0.05; done"
+    wanted = "".join(f"line {n}\n" for n in range(40))
+    running = asyncio.ensure_future(sandbox.exec(slow))
+    pieces: list[tuple[int, bytes]] = []
+
+    async def read() -> None:
+        async with sandbox.start("seq 1 400000; sleep 1; seq 1 1000") as process:
+            async for event in process:
+                assert event.gap == 0
+                pieces.append((event.offset, event.data))
+                await asyncio.sleep(0.001)
+
+    reading = asyncio.ensure_future(read())
+    await asyncio.sleep(0.4)
+    await edge.kill()
+    await asyncio.sleep(0.3)
+    await edge.start()
+    async with asyncio.timeout(40):
+        assert (await running).stdout.text == wanted
+        await reading
+    offset = 0
+    for at, data in pieces:
+        assert at == offset
+        offset += len(data)
+    text = "".join(f"{n}\n" for n in range(1, 400_001)) + "".join(f"{n}\n" for n in range(1, 1001))
+    assert b"".join(data for _, data in pieces).decode() == text
+    assert (await sandbox.exec("echo well")).stdout == b"well\n"
+
+
+async def test_exec_survives_a_killed_bus(client: Client, cluster: Cluster, sandbox: Sandbox) -> None:
+    """nats-server is killed and started in the middle of an exec: the result comes, and the sandbox is still ours."""
+    running = asyncio.ensure_future(sandbox.exec("sleep 1; echo through"))
+    await asyncio.sleep(0.3)
+    cluster.nats.kill()
+    await asyncio.sleep(0.5)
+    await cluster.nats.start()
+    async with asyncio.timeout(30):
+        assert (await running).stdout == b"through\n"
+    assert client._leases.holds(sandbox._id)
