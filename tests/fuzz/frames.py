@@ -14,11 +14,11 @@ from dsec.backends.guest import build
 HERE = Path(__file__).resolve().parent
 
 
-def compile_target(folder: Path) -> Path:
-    """The parser with undefined behaviour made a crash, and the mutator around it."""
+def compile_target(folder: Path, plain: bool) -> Path:
+    """The parser with undefined behaviour made a crash (unless ``plain``), and the mutator around it."""
     out = folder / "frames"
     sources = [build.GUEST / "src/frame.c", HERE / "frames.c"]
-    flags = ("-std=gnu11", "-Os", "-static", "-Wall", "-Wextra", "-Werror", "-fsanitize=undefined", "-fsanitize-trap=undefined")
+    flags = build.FLAGS if plain else (*build.FLAGS, "-fsanitize=undefined", "-fsanitize-trap=undefined")
     build.compile_files(build.native_arch(), out, sources, (*flags, f"-I{build.GUEST / 'src'}"))
     return out
 
@@ -27,9 +27,10 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="fuzz the frame parser of the guest")
     parser.add_argument("--seconds", type=int, default=60)
     parser.add_argument("--seed", type=int, default=time.time_ns() % 1_000_000_007)
+    parser.add_argument("--plain", action="store_true", help="without the sanitizer, which takes long to build the first time")
     args = parser.parse_args(argv)
     with tempfile.TemporaryDirectory(prefix="dsec-fuzz-") as folder:
-        target = compile_target(Path(folder))
+        target = compile_target(Path(folder), args.plain)
         done = subprocess.run([str(target), str(args.seconds), str(args.seed)], capture_output=True, text=True, check=False)
     print(f"seed {args.seed}: {done.stdout.strip() or f'ended with {done.returncode}'}")
     return 0 if done.returncode == 0 else 1

@@ -37,7 +37,7 @@ def steal(pid, number):
 taken = steal(1, fd)
 tell("pidfd_getfd", taken)
 others = [int(p) for p in os.listdir("/proc") if p.isdigit() and int(p) not in (1, os.getpid())]
-mine = [p for p in others if open(f"/proc/{p}/comm").read().startswith("aether")]
+mine = [p for p in others if open(f"/proc/{p}/comm").read().startswith(("aether", "chronus"))]
 got["supervisors"] = len(mine)
 for p in mine:
     for number in range(3, 12):

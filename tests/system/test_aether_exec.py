@@ -306,3 +306,46 @@ async def test_a_supervisor_that_is_killed_from_inside_is_told(link: Link) -> No
     done = await shell(link, "kill -KILL $PPID; sleep 0.3")
     assert done.signal == signal.SIGKILL
     assert (await run(link, "true")).exit_code == 0
+
+
+async def test_a_stopped_supervisor_does_not_outlive_a_timeout(box: Box, link: Link) -> None:
+    """Root inside stops the supervisor; the time-out starts it again and the tree ends."""
+    done = await shell(link, "kill -STOP $PPID; sleep 33.3", timeout_ms=300)
+    assert done.timed_out
+    assert done.duration_ms < 3000
+    assert box.alive("33.3") == []
+
+
+async def test_a_wait_that_times_out_says_running(link: Link) -> None:
+    """The status so far, with the bytes counted so far; the wait can be repeated."""
+    op = new_op()
+    await link.start(op, ExecSpec(argv=("sh", "-c", "echo abc; sleep 0.4")))
+    status = await link.wait(op, 0.15)
+    assert (status.running, status.exit_code, status.stdout.total) == (True, None, 4)
+    assert status.pid > 1
+    assert (await link.wait(op, 5)).stdout.data() == b"abc\n"
+
+
+@pytest.mark.parametrize("loop_factory", ["asyncio", "uvloop"])
+def test_the_link_works_on_both_loops(state_dir: Path, loop_factory: str) -> None:
+    """Handshake, exec, a stream and a file on asyncio and on uvloop; the socket's path is longer than sun_path."""
+    deep = state_dir / ("x" * 60) / ("y" * 60)
+    deep.mkdir(parents=True)
+
+    async def main() -> None:
+        box = Box(state_dir)
+        try:
+            os.rename(box.path, deep / "socket")
+            box.path = str(deep / "socket")
+            link = box.link()
+            assert (await shell(link, "echo hi")).stdout.data() == b"hi\n"
+            op = new_op()
+            await link.start(op, ExecSpec(argv=("head", "-c", "5000000", "/dev/zero"), stream=True))
+            assert sum([len(chunk.data) async for chunk in link.output(op)]) == 5_000_000
+            assert len(await link.ops()) == 2
+        finally:
+            await box.close()
+
+    factory = pytest.importorskip("uvloop").new_event_loop if loop_factory == "uvloop" else None
+    with asyncio.Runner(loop_factory=factory) as runner:
+        runner.run(main())

@@ -37,6 +37,7 @@ from dsec.errors import (
 from dsec.model import Captured, ExecSpec, FileReply, FileRequest, OpStatus, Stat
 
 T = TypeVar("T")
+MERGED = 128 * 1024  # bytes of neighbouring pieces of output that are handed on as one
 WINDOW = 1 << 20  # bytes of each stream that may be under way to a reader
 LISTING = 1000  # entries of one answer when the request gives no number
 FILE_REQUESTS = 6  # at one time; the guest has eight workers
@@ -95,6 +96,20 @@ class _Reader:
         self.waiter: asyncio.Future[None] | None = None
         self.ended = self.lost = False
         self.error: wire.Error | None = None
+
+    def take(self) -> Chunk:
+        """The oldest chunk, with those that follow it in its stream: a message to the caller costs more than a copy."""
+        chunk = self.chunks.popleft()
+        end = chunk.offset + len(chunk.data)
+        parts = [chunk.data]
+        while self.chunks:
+            more = self.chunks[0]
+            if more.stream != chunk.stream or more.offset != end or end + len(more.data) - chunk.offset > MERGED:
+                break
+            parts.append(more.data)
+            end += len(more.data)
+            self.chunks.popleft()
+        return chunk if len(parts) == 1 else Chunk(chunk.stream, chunk.offset, b"".join(parts))
 
     def feed(self, kind: int, value: object) -> bool:
         last = True
@@ -294,8 +309,10 @@ class Link:
             request = channel.send(wire.Type.OUTPUT, wire.output(op, (at[0], at[1]), (granted[0], granted[1])), reader.feed)
             try:
                 while True:
+                    if reader.chunks and len(reader.chunks[0].data) < MERGED // 4:
+                        await asyncio.sleep(0)  # small pieces: what this round of the loop still brings goes with them
                     while reader.chunks:
-                        chunk = reader.chunks.popleft()
+                        chunk = reader.take()
                         i = chunk.stream - 1
                         at[i] = chunk.offset + len(chunk.data)
                         tries = 0

@@ -118,7 +118,7 @@ struct op {
     struct watch sup, in; /* supervisor's socket; stdin or the PTY's master for writing */
     uint32_t flags;
     bool running, exited, timed_out, killing;
-    int32_t pid, wstatus;
+    int32_t pid, wstatus, supervisor; /* supervisor: 0 once it is reaped, since the number may then be another's */
     int64_t started, exited_at, ended, deadline, drain_by, hold_until, kill_by;
     struct stream *out[2]; /* stdout, stderr (NULL on a PTY) */
     struct waiter *waiters;
@@ -162,6 +162,7 @@ struct op *op_of_stdin(struct watch *w);
 struct op *op_of_supervisor(struct watch *w);
 void op_report(struct op *op);
 void op_exited_check(struct op *op); /* end it when its output is drained */
+void op_reaped(pid_t pid);
 void op_timers(int64_t now, int64_t *next);
 void op_shift(int64_t by);
 void op_conn_lost(uint32_t serial);

@@ -244,6 +244,7 @@ _Noreturn void chronus_main(const struct start *s, int sock, int in, int out, in
     l.out = from[2];
     l.err = from[3];
     prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0);
+    prctl(PR_SET_NAME, "chronus", 0, 0, 0);
     int score = open("/proc/self/oom_score_adj", O_WRONLY | O_CLOEXEC);
     if (score >= 0) { /* when memory ends, a command goes before the agent; refused where it is higher already */
         if (write(score, "900", 3) < 0) {}

@@ -50,7 +50,7 @@ void watch_close(struct watch *w) {
 static void reap(int fd) {
     struct signalfd_siginfo info[8];
     while (read(fd, info, sizeof info) > 0) {}
-    while (waitpid(-1, NULL, WNOHANG) > 0) {} /* supervisors and workers tell their end by their sockets */
+    for (pid_t pid; (pid = waitpid(-1, NULL, WNOHANG)) > 0;) op_reaped(pid); /* who it was is told by the sockets */
 }
 
 static int usage(void) {

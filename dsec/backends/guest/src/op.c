@@ -214,7 +214,9 @@ void op_report(struct op *op) {
         if (c) send_error(c, op->starter.request, code, r.b, field, what[r.a >= AT_FORK && r.a <= AT_TTY ? r.a : 0]);
         op->reader.serial = 0;
         for (struct waiter *w = op->waiters; w; w = w->next)
-            if (w->serial == op->starter.serial && w->request == op->starter.request) w->serial = 0; /* it was told just now */
+            if (w->serial != op->starter.serial || w->request != op->starter.request)
+                send_error(conn_by_serial(w->serial), w->request, code, r.b, field, what[r.a >= AT_FORK && r.a <= AT_TTY ? r.a : 0]);
+        for (struct waiter *w = op->waiters; w; w = w->next) w->serial = 0; /* all were told just now */
         running_n--;
         for (int i = 0; i < 2; i++)
             if (op->out[i]) op->out[i]->eof = true, watch_close(&op->out[i]->w);
@@ -314,6 +316,7 @@ void op_start(struct conn *c, uint32_t request, const uint8_t *body, size_t n) {
     memcpy(op->id, s.op, 16);
     op->flags = s.flags;
     op->running = true;
+    op->supervisor = pid;
     op->started = now_us();
     op->deadline = s.timeout_ms ? now_ms() + s.timeout_ms : 0;
     op->hold_until = s.flags & S_STREAM ? now_ms() + HOLD_MS : 0;
@@ -339,9 +342,15 @@ void op_wait(struct conn *c, uint32_t request, const uint8_t *id) {
     deliver(op, 0);
 }
 
+void op_reaped(pid_t pid) {
+    for (struct op *op = ops; op; op = op->next)
+        if (op->supervisor == pid) op->supervisor = 0;
+}
+
 static void order(struct op *op, int signum, bool tree) {
     struct order o = {signum, tree};
     send(op->sup.fd, &o, sizeof o, MSG_NOSIGNAL | MSG_DONTWAIT);
+    if (op->supervisor) kill(op->supervisor, SIGCONT); /* root inside may have stopped it, to outlive a time-out */
     if (signum == SIGKILL && tree && !op->killing) {
         op->killing = true;
         op->kill_by = now_ms() + KILL_MS;

@@ -40,6 +40,7 @@ static _Noreturn void worker_main(int fd, const char *user) {
     int sock = dup2(fd, 3);
     child_clean(3);
     prctl(PR_SET_PDEATHSIG, SIGKILL);
+    prctl(PR_SET_NAME, "aether-files", 0, 0, 0);
     struct cred cred;
     int lookup = user_lookup(user, &cred) ? 0 : ENOENT;
     if (!lookup) {
