@@ -74,7 +74,7 @@ exec /bin/busybox switch_root /new /opt/init
 _INIT = f"""#!/bin/sh
 # PID 1 of the guest: cgroup v2 whole, as systemd would mount it; runs the command, says how it ended, switches off.
 export PATH=/opt/site/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin HOME=/root LANG=C.UTF-8
-export PYTHONPATH=/opt/site:/opt/dsec PYTHONUNBUFFERED=1 COLUMNS=150 NO_COLOR=1
+export PYTHONUNBUFFERED=1 COLUMNS=150 NO_COLOR=1
 ulimit -n 65536
 mount -t proc proc /proc
 mount -t sysfs sysfs /sys
@@ -97,8 +97,9 @@ echo "+cpu +memory +pids" > /sys/fs/cgroup/cgroup.subtree_control
 hostname guest
 ip link set lo up
 cp -r /opt/dsec /root/dsec
+mkdir -p /usr/local/lib/python3.11/dist-packages
+printf '/opt/site\\n/root/dsec\\n' > /usr/local/lib/python3.11/dist-packages/dsec.pth
 cd /root/dsec
-export PYTHONPATH=/opt/site:/root/dsec
 sh {COMMAND} </dev/null 2>&1
 echo "DSEC-GUEST-EXIT $?"
 sync
@@ -217,6 +218,7 @@ def site_packages() -> Path:
 
 def second_disk(stage: Path, command: str, store: LayerStore) -> Path:
     """An EROFS image that is /opt in the guest: this checkout, its packages, init, the command, a store with the small base."""
+    subprocess.run([sys.executable, "-m", "dsec.backends.guest.build"], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
     tree = stage / "opt"
     checkout = tree / "dsec"
     done = subprocess.run(
