@@ -94,8 +94,8 @@ class NatsTransport:
         servers = [part.strip() for part in url.split(",") if part.strip()]
         if not servers or not all(map(_usable, servers)):
             raise InvalidRequest("not a usable NATS URL", field="url", value=_without_secret(url), fix="use nats://host:4222")
-        if options.creds and "BEGIN NATS USER JWT" not in options.creds and not Path(options.creds).expanduser().is_file():
-            raise InvalidRequest("no such credentials file", field="creds", value=options.creds)
+        if options.creds:
+            _check_creds(options.creds)
         refused: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
         last: list[Exception] = []
 
@@ -337,6 +337,19 @@ def _usable(url: str) -> bool:
         return parts.scheme in {"nats", "tls"} and bool(parts.hostname) and parts.port != 0
     except ValueError:
         return False
+
+
+def _check_creds(creds: str) -> None:
+    """nats-py reads a file without these marks for ever, in the loop."""
+    text = creds
+    if "BEGIN NATS USER JWT" not in creds:
+        try:
+            text = Path(creds).expanduser().read_text(errors="replace")
+        except (OSError, ValueError) as error:
+            raise InvalidRequest(f"cannot read the credentials file: {error}", field="creds", value=creds) from error
+    lines = [line.strip("-* ") for line in text.splitlines()]
+    if "BEGIN NATS USER JWT" not in lines or "BEGIN USER NKEY SEED" not in lines:
+        raise InvalidRequest("not a NATS credentials file", field="creds", value="" if text == creds else creds)
 
 
 def _is_auth(error: Exception) -> bool:

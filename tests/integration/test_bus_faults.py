@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from dsec import errors
 from dsec.bus import Bus, Context, Msg, Route, Verb, subjects
 from dsec.bus.messages import Empty, LeaseAck, StopRequest
 from dsec.bus.nats_transport import NatsTransport, check_version
-from dsec.bus.server import NatsServer
+from dsec.bus.server import NatsServer, find_binary
 from dsec.errors import DsecError
 from tests.fixtures_bus import Opener
 
@@ -285,7 +286,7 @@ async def test_server_dies_with_its_parent(state_dir: Path) -> None:
     script = textwrap.dedent(
         f"""
         import asyncio, os, signal
-        from dsec.bus.server import NatsServer
+        from dsec.bus.server import NatsServer, find_binary
         async def main():
             server = await NatsServer({str(state_dir)!r}).start()
             print(server.pid, flush=True)
@@ -318,3 +319,37 @@ async def test_nats_transport_is_a_transport(nats_server: NatsServer) -> None:
     await transport.close()
     await transport.close()
     assert not transport.connected
+
+
+@pytest.mark.skipif(not shutil.which("openssl"), reason="openssl is not installed")
+async def test_tls_is_spoken_and_checked(state_dir: Path) -> None:
+    """A server with a certificate of our CA is accepted, without that CA it is not, and nothing falls back to plain text."""
+    key, cert = state_dir / "key.pem", state_dir / "cert.pem"
+    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2"]
+    command += ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(cert)]
+    await asyncio.to_thread(subprocess.run, command, check=True, capture_output=True)
+    extra = f'tls {{ cert_file: "{cert}", key_file: "{key}" }}'
+    async with NatsServer(state_dir / "nats", jetstream=False, extra=extra) as server:
+        url = server.url.replace("nats://", "tls://")
+        async with Bus.connect(url, tls_ca=str(cert)) as bus:
+            await bus.serve("edge", route(quick))
+            assert await bus.call(EDGE, StopRequest(grace_ms=4), LeaseAck, timeout=5) == LeaseAck(seq=4)
+        with pytest.raises(errors.Unavailable, match="certificate"):
+            await Bus.connect(url, connect_timeout=0.5)
+
+
+async def test_the_shipped_configuration_is_accepted(tmp_path: Path) -> None:
+    """nats-server takes config/nats.conf as it stands."""
+    text = (Path(__file__).parents[2] / "config" / "nats.conf").read_text().replace("/var/lib/nats", str(tmp_path))
+    (tmp_path / "nats.conf").write_text(text)
+    assert "sync_interval: always" in text
+    done = await asyncio.to_thread(subprocess.run, [find_binary(), "-t", "-c", str(tmp_path / "nats.conf")], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("creds", ["/nonexistent/user.creds", __file__])
+async def test_unusable_credentials_name_the_field(nats_server: NatsServer, creds: str) -> None:
+    """A credentials file that is absent or holds none is the caller's fault."""
+    with pytest.raises(errors.InvalidRequest) as caught:
+        await Bus.connect(nats_server.url, creds=creds)
+    assert caught.value.field == "creds"

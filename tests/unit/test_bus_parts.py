@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from dsec.bus import Idempotency, Key, ReceiveWindow, SendWindow
 from dsec.bus.events import batches, start_time
-from dsec.bus.memory import matches
+from dsec.bus.memory import Broker, matches
 from dsec.bus.messages import Event
 from dsec.bus.spool import SEGMENT, Record, Spool
-from dsec.errors import Busy, Conflict, InvalidRequest, NotFound
+from dsec.errors import Busy, Conflict, DeadlineExceeded, InvalidRequest, NotFound, Unavailable
 
 
 # ------------------------------------------------------------------ credit
@@ -245,3 +245,29 @@ def test_a_wrong_time_is_refused(text: str) -> None:
 def test_wildcards_match_as_in_nats(pattern: str, subject: str, expected: bool) -> None:
     """One star is one token, a last > is one or more."""
     assert matches(pattern, subject) is expected
+
+
+# ------------------------------------------------------------------ the in-memory broker's faults
+async def test_memory_outage_fails_requests_and_keeps_posts() -> None:
+    """An outage of the broker fails requests in flight, holds what is posted, and delivers it afterwards."""
+    broker = Broker(latency=0.005)
+    a, b = broker.connect("a"), broker.connect("b")
+    got: list[bytes] = []
+    await a.subscribe_raw("t.x", lambda msg: got.append(msg.data))
+    asked = b.request_nowait("t.x", b"1")
+    broker.go_down()
+    with pytest.raises(Unavailable):
+        await asked
+    b.post("t.x", b"2")
+    with pytest.raises(Unavailable):
+        await b.request("t.x", b"3", timeout=0.05)
+    broker.come_up()
+    await b.flush()
+    await asyncio.sleep(0.02)
+    assert got == [b"1", b"2"]
+    broker.drop = lambda subject: subject == "t.x"
+    with pytest.raises(DeadlineExceeded):
+        await b.request("t.x", b"4", timeout=0.05)
+    assert len(got) == 2
+    await a.close()
+    await b.close()
