@@ -125,9 +125,7 @@ async def edge(config: Config) -> AsyncIterator[Edge]:
         fenced = await _until("fence record", lambda: fences.enter(name, store.incarnation))
         host = Host(config, name, int(store.incarnation.rpartition(".")[2]))
         await host.open()
-        events = await EventPublisher(
-            control, name, Path(config.edge.state_dir) / "spool", spool_limit=config.bus.spool_max_bytes
-        ).start()
+        events = await EventPublisher(control, name, Path(config.edge.state_dir) / "spool", spool_limit=config.bus.spool_max_bytes).start()
         memory, cpus, pid_max = capacity.node_has()
         limits = capacity.limits(config.edge, memory=memory, cpus=cpus, pid_max=pid_max)
         actor = Edge(control, bulk, config.edge, name, store, host, limits, events)

@@ -15,6 +15,8 @@ from dsec.errors import DsecError, NodeError, NotFound, SandboxGone
 from dsec.model import ExecSpec, ExitReason, FileRequest, LayerRef
 from tests.fixtures_backend import MakeYard, Yard, sh
 
+pytestmark = pytest.mark.guest
+
 
 def new_op() -> str:
     return os.urandom(16).hex()

@@ -24,7 +24,13 @@ from dsec.model import Exit, ExitReason, SandboxSpec, State, new_ulid
 
 def record(index: int = 0, burst: str = "b", **more: object) -> Record:
     return Record(
-        ulid=new_ulid(), burst=burst, index=index, principal="me", project="p", spec=SandboxSpec(image="x"), **more  # type: ignore[arg-type]
+        ulid=new_ulid(),
+        burst=burst,
+        index=index,
+        principal="me",
+        project="p",
+        spec=SandboxSpec(image="x"),
+        **more,  # type: ignore[arg-type]
     )
 
 

@@ -12,7 +12,7 @@ import pytest
 from dsec.model import MIB, ExecSpec, Resources
 from tests.fixtures_backend import Yard, sh
 
-pytestmark = [pytest.mark.usefixtures("leftovers")]
+pytestmark = [pytest.mark.usefixtures("leftovers"), pytest.mark.guest]
 
 HOG = "import sys; x = bytearray(int(sys.argv[1]) << 20); x[::4096] = b'x' * len(x[::4096]); print('whole')"
 

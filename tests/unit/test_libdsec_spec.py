@@ -108,7 +108,7 @@ def test_any_text_is_a_spec_or_a_typed_error(text: str) -> None:
         try:
             codec.encode(spec("debian-12", **options))  # type: ignore[arg-type]
         except InvalidRequest as error:
-            assert error.field
+            assert error.field  # noqa: PT017 - not every combination is refused
 
 
 def test_commands() -> None:
