@@ -21,22 +21,21 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 if "aiohttp" in sys.modules:
-    from nats.aio.client import Client, RawCredentials, Server
+    from nats.aio.client import Client, Server
 else:
     # nats-py imports aiohttp for its WebSockets, which we do not offer: 90 ms of every command line. None = "not installed".
     sys.modules["aiohttp"] = None  # type: ignore[assignment]
     try:
-        from nats.aio.client import Client, RawCredentials, Server
+        from nats.aio.client import Client, Server
     finally:
         del sys.modules["aiohttp"]
 from nats import errors as nats_errors
-from nats.aio.errors import ErrInvalidUserCredentials
 
 from dsec.bus.transport import Events, Msg, RawCallback
 from dsec.errors import Denied, InvalidRequest, Unavailable
 
 # The other modules take nats-py's names from here, so that this import is the first.
-__all__ = ["OUTGOING_LIMIT", "DirectClient", "ErrInvalidUserCredentials", "RawCredentials", "Server", "nats_errors", "wire_headers"]
+__all__ = ["OUTGOING_LIMIT", "DirectClient", "Server", "nats_errors", "wire_headers"]
 
 READ_BUFFER = 256 * 1024
 SLICE = 32 * 1024  # bytes parsed between looks at the clock

@@ -7,13 +7,13 @@ import os
 import random
 import re
 import ssl
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import msgspec
 
-from dsec.bus.nats_client import OUTGOING_LIMIT, DirectClient, ErrInvalidUserCredentials, RawCredentials, Server, nats_errors
+from dsec.bus.credentials import Credentials
+from dsec.bus.nats_client import OUTGOING_LIMIT, DirectClient, Server, nats_errors
 from dsec.bus.transport import Events, Headers, Msg, RawCallback
 from dsec.errors import DeadlineExceeded, Denied, DsecError, InvalidRequest, Unavailable, Unsupported
 
@@ -95,7 +95,7 @@ class NatsTransport:
         if not servers or not all(map(_usable, servers)):
             raise InvalidRequest("not a usable NATS URL", field="url", value=_without_secret(url), fix="use nats://host:4222")
         if options.creds:
-            _check_creds(options.creds)
+            Credentials(options.creds).check()
         refused: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
         last: list[Exception] = []
 
@@ -126,8 +126,6 @@ class NatsTransport:
         except (TimeoutError, OSError, nats_errors.Error) as error:
             if isinstance(error, DsecError):
                 raise
-            if isinstance(error, ErrInvalidUserCredentials):
-                raise InvalidRequest("not a credentials file", field="creds") from error
             raise _refusal([error], url) if _is_auth(error) else _absent([error], url) from error
         except (ValueError, AttributeError, ImportError, TypeError) as error:  # what nats-py and nkeys raise for bad input
             raise InvalidRequest(f"cannot use these connection options: {error}", field="url", value=url) from error
@@ -165,8 +163,8 @@ class NatsTransport:
             "drain_timeout": 5,
         }
         if options.creds:
-            text = options.creds
-            arguments["user_credentials"] = RawCredentials(text) if "BEGIN NATS USER JWT" in text else str(Path(text).expanduser())
+            credentials = Credentials(options.creds)
+            arguments |= {"user_jwt_cb": credentials.jwt, "signature_cb": credentials.sign}
         elif options.token:
             arguments["token"] = options.token
         elif options.user:
@@ -337,19 +335,6 @@ def _usable(url: str) -> bool:
         return parts.scheme in {"nats", "tls"} and bool(parts.hostname) and parts.port != 0
     except ValueError:
         return False
-
-
-def _check_creds(creds: str) -> None:
-    """nats-py reads a file without these marks for ever, in the loop."""
-    text = creds
-    if "BEGIN NATS USER JWT" not in creds:
-        try:
-            text = Path(creds).expanduser().read_text(errors="replace")
-        except (OSError, ValueError) as error:
-            raise InvalidRequest(f"cannot read the credentials file: {error}", field="creds", value=creds) from error
-    lines = [line.strip("-* ") for line in text.splitlines()]
-    if "BEGIN NATS USER JWT" not in lines or "BEGIN USER NKEY SEED" not in lines:
-        raise InvalidRequest("not a NATS credentials file", field="creds", value="" if text == creds else creds)
 
 
 def _is_auth(error: Exception) -> bool:
