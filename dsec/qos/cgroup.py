@@ -159,8 +159,9 @@ class Cgroups:
         _write(f"{self._path('pids', '')}/pids.max", str(max(most, 1024)))
 
     def create(self, name: str, limits: Limits) -> tuple[str, ...]:
-        """Make the group of one sandbox with its limits. Answers the cgroup.procs files that its first process must join.
+        """Make the group of one sandbox with its limits. Answers the files by which its first process must join, writing 0.
 
+        On v1 that is ``tasks``: a thread that moves itself takes no lock of all thread groups, whose RCU grace period costs 7 to 12 ms.
         A group of that name left by an earlier try is used again. Raises `NodeError`; what was made is then removed.
         """
         try:
@@ -179,7 +180,8 @@ class Cgroups:
                 self.destroy(name, timeout=1.0)
             raise NodeError(f"cgroup {self.parent}/{name}: {error}", reason="cgroup") from error
         self._live += 1
-        return tuple(f"{root}/{self.parent}/{name}/cgroup.procs" for root in self._mounts())
+        joint = "cgroup.procs" if self.version == 2 else "tasks"
+        return tuple(f"{root}/{self.parent}/{name}/{joint}" for root in self._mounts())
 
     def update(self, name: str, limits: Limits) -> None:
         """Write new limits into a live group. Raises `NodeError` (EBUSY when the memory in use cannot be brought below the limit)."""

@@ -9,7 +9,7 @@
  *     -o             the upper belongs to the namespace's ids on disk (kernels that cannot id-map this file system)
  *     -r ROOT        where the root is attached, an existing directory
  *     -p PREFIX      mount the overlay by paths PREFIX0, PREFIX1 ... (existing directories) instead of by descriptors
- *     -g FILE        a cgroup.procs file to join; may be repeated
+ *     -g FILE        a cgroup to join by writing 0 to this file (v1: tasks, v2: cgroup.procs); may be repeated
  *
  * Descriptor 3 is the sandbox's listening socket and goes on to the runtime; 4 is the status pipe: one line that says what
  * failed, or nothing but its end when the runtime was executed. Because every mount is made in this process's own mount
@@ -309,9 +309,8 @@ int main(int argc, char **argv) {
     for (int i = 0; i < lower_count; i++) close(lowers[i]);
     if (userns >= 0) close(userns);
 
-    char self[32];
-    snprintf(self, sizeof self, "%d", getpid());
-    for (int i = 0; i < cgroup_count; i++) write_file(cgroups[i], self);
+    /* 0 is the writer itself: in a v1 tasks file that skips the kernel's lock of all thread groups and its grace period. */
+    for (int i = 0; i < cgroup_count; i++) write_file(cgroups[i], "0");
     execv(argv[optind], argv + optind);
     fail("execute %s", argv[optind]);
 }
