@@ -47,7 +47,8 @@ async def test_a_burst_over_two_edges_is_spread(box: Box) -> None:
     await box.edge("n1")
     await box.edge("n2")
     await box.watcher()
-    await box.scheduler()
+    scheduler = await box.scheduler()
+    await eventually(lambda: len(scheduler.picture) == 2)
     async with box.client() as dsec, dsec.burst(SPEC, 40) as burst:
         ids = [sb.id async for sb in burst]
         assert len(set(ids)) == 40
@@ -61,7 +62,8 @@ async def test_a_refusal_leads_to_another_edge(box: Box) -> None:
     small = await box.edge("small", slots=2, heartbeat_ms=5_000)
     await box.edge("large")
     await box.watcher()
-    await box.scheduler()
+    scheduler = await box.scheduler()
+    await eventually(lambda: len(scheduler.picture) == 2)
     filler = await Asker(await box.bus()).open()
     # Fill the small one behind the Scheduler's back: its next heartbeat is far away.
     small.ledger.reserve("x", small_demand())
@@ -358,7 +360,8 @@ async def test_isolation_by_user(box: Box) -> None:
     await box.edge("n1")
     await box.edge("n2")
     await box.watcher()
-    await box.scheduler()
+    scheduler = await box.scheduler()
+    await eventually(lambda: len(scheduler.picture) == 2)
     mine = but(isolation="user")
     async with box.client(principal="alice") as alice, box.client(principal="bob") as bob:
         a, b = await alice.create(mine), await bob.create(mine)
