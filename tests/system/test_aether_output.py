@@ -84,14 +84,14 @@ async def test_c16_a_flood_stays_bounded_and_known(box: Box, link: Link) -> None
 
 
 async def test_retention_is_bounded(box: Box, link: Link) -> None:
-    """Three hundred finished operations with a megabyte each: 256 are remembered, their text only as far as 16 MiB reach."""
+    """Three hundred finished operations with a megabyte each: 256 are remembered, their text only as far as 8 MiB reach."""
     first = new_op()
     await link.start(first, ExecSpec(argv=("head", "-c", "1000000", "/dev/zero")))
     await link.wait(first, 5)
     for _ in range(30):
         await asyncio.gather(*(run(link, "head", "-c", "1000000", "/dev/zero") for _ in range(10)))
     assert len(await link.ops()) == 256
-    assert box.rss() < 24 * MIB
+    assert box.rss() < 16 * MIB
     with pytest.raises(NotFound):
         await link.wait(first, 1)
 

@@ -23,7 +23,7 @@ enum {
     MAX_RUNNING = 512,       /* operations that run at one time */
     MAX_FINISHED = 256,      /* operations remembered after their end */
     KEEP_FINISHED_MS = 600000,
-    KEEP_BYTES = 16 << 20,   /* captured output of finished operations, all together */
+    KEEP_BYTES = 8 << 20,    /* captured output of finished operations, all together */
     MAX_CAPTURE = 1 << 20,   /* head or tail of one stream */
     MAX_ORPHAN_PIPES = 256,  /* pipes of ended operations that a background process still holds */
     OUT_PAUSE = 256 << 10,   /* a connection with more unsent than this is not read from */

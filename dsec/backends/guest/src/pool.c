@@ -22,6 +22,8 @@ static struct worker {
     int64_t idle_since;
 } workers[WORKERS];
 
+static uint8_t *reply; /* exists while workers do */
+
 /* A message on the socketpair: u32 length, u16 type, then the body; sent and received whole. */
 struct message { uint32_t length; uint16_t type, zero; };
 
@@ -125,7 +127,6 @@ void pool_request(struct conn *c, uint32_t request, const uint8_t *body, size_t 
 
 void pool_event(struct watch *watch) {
     struct worker *w = (struct worker *)watch;
-    static uint8_t *reply;
     if (!reply && !(reply = malloc(REPLY))) {
         retire(w);
         return;
@@ -155,11 +156,17 @@ void pool_event(struct watch *watch) {
 }
 
 void pool_timers(int64_t now, int64_t *next) {
+    bool any = false;
     for (int i = 0; i < WORKERS; i++) {
         struct worker *w = &workers[i];
+        any |= w->pid != 0;
         if (!w->pid || w->serial) continue;
         if (now >= w->idle_since + IDLE_MS) retire(w);
         else if (w->idle_since + IDLE_MS < *next) *next = w->idle_since + IDLE_MS;
+    }
+    if (!any && reply) {
+        free(reply);
+        reply = NULL;
     }
 }
 
