@@ -8,7 +8,7 @@ RUN apt-get update \
 WORKDIR /opt/dsec
 COPY requirements.lock ./
 RUN python3 -m venv /opt/venv \
-    && /opt/venv/bin/pip install --no-cache-dir --require-hashes --only-binary :all: -r requirements.lock
+    && /opt/venv/bin/pip install --no-cache-dir --require-hashes --prefer-binary -r requirements.lock
 
 COPY pyproject.toml README.md LICENSE ./
 COPY dsec ./dsec

@@ -110,8 +110,9 @@ class Census:
         for top in sorted(tops):
             for folder, below, _ in os.walk(top):
                 for name in below:
-                    if any(token in name for token in self.tokens):
-                        yield os.path.join(folder, name)
+                    path = os.path.join(folder, name)
+                    if any(token in path for token in self.tokens):
+                        yield path
 
     def _named(self, folders: list[str]) -> Iterable[str]:
         for folder in folders:

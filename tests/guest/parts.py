@@ -207,8 +207,7 @@ def site_packages() -> Path:
             str(target),
             "--no-deps",
             "--require-hashes",
-            "--only-binary",
-            ":all:",
+            "--prefer-binary",
         ]
         pip += ["--python-version", "3.11", "--implementation", "cp", "-r", str(CACHE / "guest.lock")]
         subprocess.run(pip, check=True, stdin=subprocess.DEVNULL)
