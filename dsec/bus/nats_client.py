@@ -244,6 +244,17 @@ class DirectClient(Client):
                 if isinstance(sub, _Replayed) and sub._subject.lower() == subject:
                     sub.on_denied(text)
 
+    async def _attempt_reconnect(self) -> None:
+        """nats-py goes on only after the errors it thought of; any other would end the reconnecting for good."""
+        while not self.is_closed:
+            try:
+                await super()._attempt_reconnect()
+            except Exception as error:  # noqa: BLE001 - whatever a stranger on the server's port may provoke
+                self.events.emit("error", f"reconnecting: {error!r}", level="error")
+                await asyncio.sleep(0.5)
+            else:
+                return
+
     async def _connect_to_server(self, s: Any) -> None:
         await super()._connect_to_server(s)
         # A wider reader: 32 KiB would take five rounds of the loop for one output chunk.

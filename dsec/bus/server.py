@@ -104,6 +104,7 @@ class NatsServer:
         for stale in ports_dir.iterdir():
             stale.unlink(missing_ok=True)
         config = self.dir / "nats.conf"
+        config.touch(mode=0o600)  # `extra` may hold passwords
         config.write_text(
             render_config(
                 store_dir=str(self.dir / "jetstream"), host=self.host, port=self.port if self.port > 0 else -1, ports_dir=str(ports_dir),

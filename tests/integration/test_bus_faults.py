@@ -164,6 +164,32 @@ async def test_call_during_an_outage_waits_for_the_server(nats_server: NatsServe
     assert await waiting == LeaseAck(seq=3)
 
 
+async def test_a_stranger_on_the_port_does_not_end_the_reconnecting(nats_server: NatsServer, open_bus: Opener) -> None:
+    """Something else answers on the server's port for a while, with rubbish; the connection comes back when nats-server does."""
+    client = await open_bus()
+    nats_server.kill()
+    answers = [b"INFO " + b"x" * 2_000_000, b"INFO {broken\r\n", b"HTTP/1.1 400 Bad Request\r\n\r\n", b"\xff" * 100, b""]
+    met = 0
+
+    async def stranger(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal met
+        writer.write(answers[met % len(answers)])
+        met += 1
+        try:
+            await writer.drain()
+        except OSError:
+            pass  # the client has seen enough
+        writer.close()
+
+    async with await asyncio.start_server(stranger, nats_server.host, nats_server.port):
+        async with asyncio.timeout(20):
+            while met < 6:  # noqa: ASYNC110 - counted by connections
+                await asyncio.sleep(0.05)
+    await nats_server.start()
+    await client.transport.wait_connected(20)
+    await client.flush()
+
+
 async def test_long_outage_fills_the_buffer_with_an_error(nats_server: NatsServer, open_bus: Opener) -> None:
     """Publishing into an outage is kept up to 2 MiB, then raises Unavailable: memory is bounded and nothing is lost silently."""
     client = await open_bus()
