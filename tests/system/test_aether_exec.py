@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import sys
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -138,6 +139,29 @@ async def test_c09_a_timeout_ends_a_tree_that_forks_all_the_time(box: Box, link:
     assert done.timed_out
     await asyncio.sleep(0.2)
     assert [entry for entry in box.processes() if entry[1] not in "ZX"] == []
+
+
+async def test_c09_a_process_whose_first_thread_has_ended_is_found(box: Box, link: Link, state_dir: Path) -> None:
+    """/proc shows it as a zombie while its other threads and its children work on."""
+    text = f"""
+import ctypes, os, threading, time
+def work():
+    if os.fork() == 0:
+        os.setsid()
+        time.sleep(1)
+        open("{state_dir}/late-child", "w")
+        os._exit(0)
+    time.sleep(1)
+    open("{state_dir}/late-thread", "w")
+threading.Thread(target=work).start()
+time.sleep(0.05)
+ctypes.CDLL(None).syscall({60 if os.uname().machine == "x86_64" else 93}, 0)
+"""
+    done = await shell(link, f"{sys.executable} -c '{text}' & sleep 22.2", timeout_ms=500)
+    assert done.timed_out
+    await asyncio.sleep(1.1)
+    assert not list(state_dir.glob("late-*"))
+    assert box.processes() == []
 
 
 async def test_c10_a_kill_from_outside_ends_the_tree(box: Box, link: Link) -> None:

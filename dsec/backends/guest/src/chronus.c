@@ -157,7 +157,8 @@ static pid_t parent_of(pid_t pid) {
     if (n <= 0) return -1;
     text[n] = 0;
     char *after = strrchr(text, ')'); /* the name may hold anything, brackets too */
-    if (!after || strlen(after) < 5 || after[2] == 'Z' || after[2] == 'X') return -1;
+    if (!after || strlen(after) < 5) return -1;
+    /* A zombie counts: it may be a leader whose threads live on, and it is the link to its children. */
     return atoi(after + 4);
 }
 
