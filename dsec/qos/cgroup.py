@@ -152,11 +152,20 @@ class Cgroups:
                 path = f"{path}/{part}"
                 with contextlib.suppress(FileExistsError):
                     os.mkdir(path, 0o755)
+                if root == self.hierarchy.roots["cpu"]:
+                    self._weigh(path)
             if self.version == 2:
                 _write(f"{path}/cgroup.subtree_control", "+cpu +memory +pids")
         with open("/proc/sys/kernel/pid_max") as file:
             most = int(file.read()) - PID_RESERVE
         _write(f"{self._path('pids', '')}/pids.max", str(max(most, 1024)))
+
+    def _weigh(self, path: str) -> None:
+        """All sandboxes together weigh as much as one busy process a core, as Kubernetes weighs its pods: a group weighs as much as
+        one process however much is in it, so that launches would starve beside anything else on the node."""
+        cores = os.cpu_count() or 1
+        file, value = ("cpu.weight", min(10_000, 100 * cores)) if self.version == 2 else ("cpu.shares", min(262_144, 1024 * cores))
+        _write(f"{path}/{file}", str(value))
 
     def create(self, name: str, limits: Limits) -> tuple[str, ...]:
         """Make the group of one sandbox with its limits. Answers the files by which its first process must join, writing 0.
