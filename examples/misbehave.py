@@ -15,12 +15,11 @@ import msgspec
 from dsec.errors import DsecError
 
 if TYPE_CHECKING:
+    from libdsec.results import ExecResult
     from libdsec.sandbox import Sandbox
 
-    from libdsec.results import ExecResult
-
 MIB = 1 << 20
-TIMEOUT = 4.0
+TIMEOUT = 5.0
 # Each process that is alive inside, one number a line; the shell's own and its child's are among them.
 COUNT = "ls -d /proc/[0-9]* | wc -l"
 
@@ -35,8 +34,9 @@ class Verdict(msgspec.Struct):
 
 
 COMMANDS = {
-    # Dash says "Cannot fork" when the pids limit refuses; the sleep keeps the command itself alive until its time-out.
-    "fork bomb": "b() { b | b & }; b; sleep 60",
+    # Dash says "Cannot fork" where the pids limit refuses, and ends. The command itself forks once, before the bomb goes off, and then
+    # only sleeps: so it is there until its time-out.
+    "fork bomb": "b() { b | b & }; (sleep 0.1; b; b; b) & exec sleep 60",
     "yes": "yes",
     "endless loop": "(while :; do :; done) & while :; do :; done",
     # tail keeps the last line in memory, and this one never ends.
