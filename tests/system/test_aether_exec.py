@@ -86,6 +86,20 @@ async def test_a_start_that_fails_names_its_field(link: Link, spec: dict[str, ob
     assert (await link.wait(op, 5)).exit_code == 0
 
 
+async def test_a_missing_interpreter_is_told_apart(link: Link, state_dir: Path) -> None:
+    """The file is there but not what runs it: the message says so instead of "no such file" alone."""
+    script = state_dir / "script"
+    script.write_text("#!/no/such/shell\n")
+    script.chmod(0o755)
+    with pytest.raises(NotFound, match="interpreter or loader is missing") as caught:
+        await run(link, str(script))
+    assert caught.value.field == "argv"
+    (state_dir / "text").write_text("no program\n")
+    (state_dir / "text").chmod(0o755)
+    with pytest.raises(InvalidRequest, match="Exec format error"):
+        await run(link, str(state_dir / "text"))
+
+
 async def test_the_same_id_starts_nothing_twice(link: Link, state_dir: Path) -> None:
     """A repeated START answers where the operation stands, also after its end."""
     op, spec = new_op(), ExecSpec(argv=("sh", "-c", f"echo x >>{state_dir}/count; sleep 0.2"))

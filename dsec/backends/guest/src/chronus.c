@@ -44,7 +44,9 @@ static int fail(struct launch *l, int stage, int error) {
 
 static int try_exec(const char *file, struct launch *l) {
     execve(file, l->argv, l->envp);
-    return errno;
+    int e = errno;
+    /* The file is there, what it needs to run is not: a script's interpreter, or a loader that the image does not have. */
+    return e == ENOENT && !access(file, F_OK) ? ELIBACC : e;
 }
 
 static int search_exec(struct launch *l) {

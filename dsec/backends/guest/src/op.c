@@ -206,16 +206,17 @@ void op_report(struct op *op) {
     if (n == sizeof r && r.kind == R_FAILED) {
         static const char *const fields[] = {"", "argv", "user", "cwd", "argv", "tty"};
         const char *field = r.a >= AT_FORK && r.a <= AT_TTY ? fields[r.a] : "";
-        int code = r.b == ENOENT || r.b == ENOTDIR ? E_NOT_FOUND : r.b == EACCES || r.b == EPERM ? E_DENIED
+        int code = r.b == ENOENT || r.b == ENOTDIR || r.b == ELIBACC ? E_NOT_FOUND : r.b == EACCES || r.b == EPERM ? E_DENIED
                  : r.b == E2BIG || r.b == ENOEXEC || r.b == EINVAL || r.b == ELOOP || r.b == ENAMETOOLONG || r.b == EISDIR ? E_INVALID
                  : r.b == EAGAIN || r.b == ENOMEM ? E_BUSY : E_SANDBOX;
         static const char *const what[] = {"", "no process could be made", "no such user", "cannot enter the directory", "cannot run the command",
                                            "no terminal could be made"};
-        if (c) send_error(c, op->starter.request, code, r.b, field, what[r.a >= AT_FORK && r.a <= AT_TTY ? r.a : 0]);
+        const char *message = r.b == ELIBACC ? "the command's interpreter or loader is missing" : what[field[0] ? r.a : 0];
+        if (c) send_error(c, op->starter.request, code, r.b, field, message);
         op->reader.serial = 0;
         for (struct waiter *w = op->waiters; w; w = w->next)
             if (w->serial != op->starter.serial || w->request != op->starter.request)
-                send_error(conn_by_serial(w->serial), w->request, code, r.b, field, what[r.a >= AT_FORK && r.a <= AT_TTY ? r.a : 0]);
+                send_error(conn_by_serial(w->serial), w->request, code, r.b, field, message);
         for (struct waiter *w = op->waiters; w; w = w->next) w->serial = 0; /* all were told just now */
         running_n--;
         for (int i = 0; i < 2; i++)
