@@ -7,7 +7,6 @@ give the command's own, 125 when dsec failed, 126 when the command cannot be run
 from __future__ import annotations
 
 import importlib
-import os
 import sys
 from typing import Any
 
@@ -95,10 +94,6 @@ def invoke(arguments: list[str]) -> int:
         result = dsec.main(arguments, prog_name="dsec", standalone_mode=False)
         code = result if isinstance(result, int) else 0
         sys.stdout.flush()
-    except BrokenPipeError:
-        # Whoever read us has left, as `| head` does: Python must not complain when it flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
     except BaseException as error:  # noqa: BLE001 - here errors become words; unknown ones are raised again
         return outcome.report(error, arguments)
     return code

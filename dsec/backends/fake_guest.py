@@ -156,7 +156,7 @@ class FakeGuest:
         return Usage(memory=sum(map(len, self.files.values())), pids=1 + running, disk=sum(map(len, self.files.values())))
 
     async def run(self, op: _Op, argv: tuple[str, ...]) -> None:
-        timeout = op.spec.timeout_ms / 1000 if op.spec.timeout_ms and not op.spec.background else None
+        timeout = op.spec.timeout_ms / 1000 if op.spec.timeout_ms else None
         try:
             async with asyncio.timeout(timeout):
                 shell = len(argv) == 3 and posixpath.basename(argv[0]) in ("sh", "bash") and argv[1] == "-c"
@@ -358,7 +358,7 @@ class FakeLink:
 
     async def files(self, request: FileRequest) -> FileReply:
         guest = self._alive()
-        path = posixpath.normpath("/" + request.path)
+        path = posixpath.normpath("/" + request.path.lstrip("/"))
         match request.verb:
             case "write":
                 if posixpath.dirname(path) not in guest.dirs:
@@ -376,7 +376,7 @@ class FakeLink:
                 guest.dirs.add(path)
                 return FileReply()
             case "rename":
-                guest.files[posixpath.normpath("/" + request.target)] = self._file(guest, path)
+                guest.files[posixpath.normpath("/" + request.target.lstrip("/"))] = self._file(guest, path)
                 del guest.files[path]
                 return FileReply()
             case "remove":

@@ -22,7 +22,7 @@ async def connect(settings: Settings) -> Any:
     from dsec.bus.bus import Bus
 
     url = settings.url or os.environ.get("DSEC_URL") or "nats://127.0.0.1:4222"
-    return await Bus.connect(url, name="dsec bus", unit=settings.unit)
+    return await Bus.connect(url, name="dsec bus", unit=settings.unit, connect_timeout=2.0)
 
 
 def shown(data: bytes) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import os
 import signal
 import sys
 import time
@@ -33,7 +34,9 @@ class Settings:
     def connect(self, **options: Any) -> Client:
         import libdsec
 
-        return libdsec.connect(self.url, project=self.project, principal=self.principal, unit=self.unit, name="dsec cli", **options)
+        return libdsec.connect(
+            self.url, project=self.project, principal=self.principal, unit=self.unit, name="dsec cli", connect_timeout=2.0, **options
+        )
 
 
 def common(function: F) -> Callable[..., Any]:
@@ -51,7 +54,12 @@ def common(function: F) -> Callable[..., Any]:
         given = {name: kwargs.pop(name) or above.get(name) for name in ("url", "project", "principal", "unit", "as_json")}
         settings = Settings(given | {"verbose": above.get("verbose")})
         quiet_logs(settings.verbose)
-        return function(settings, *args, **kwargs)
+        try:
+            return function(settings, *args, **kwargs)
+        except BrokenPipeError:
+            # Whoever read us has left, as `| head` does: Python must not complain when it flushes at exit.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise SystemExit(128 + signal.SIGPIPE) from None
 
     return wrapper
 

@@ -21,15 +21,12 @@ COMMAND = {"allow_interspersed_args": False}
 
 class Runner(click.Command):
     """``IMAGE [OPTIONS] -- COMMAND`` beside Docker's ``[OPTIONS] IMAGE COMMAND``: options may stand on both sides of the image as long as
-    ``--`` follows; without it everything after the image is the command's own."""
+    ``--`` follows or no command does; else everything after the image is the command's own."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        if "--" in args:
-            at = args.index("--")
-            moved = self._options_first(ctx, args[:at])
-            if moved is not None:
-                return super().parse_args(ctx, [*moved, *args[at:]])
-        return super().parse_args(ctx, args)
+        at = args.index("--") if "--" in args else len(args)
+        moved = self._options_first(ctx, args[:at])
+        return super().parse_args(ctx, args if moved is None else [*moved, *args[at:]])
 
     def _options_first(self, ctx: click.Context, head: list[str]) -> list[str] | None:
         """``head`` with its one argument at the end; None when it holds more than one: then the ``--`` belongs to the command."""

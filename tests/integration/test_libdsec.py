@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import pickle
 import signal
@@ -11,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,35 +32,10 @@ from libdsec import (
 FAKE: Any = {"backend": "fake", "memory": "32MiB", "cpus": 0.01, "disk": "1MiB", "pids": 16}
 
 
-@pytest.fixture(scope="module")
-def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A cluster by `dsec up`, whose launches take 5 ms."""
-    place = tmp_path_factory.mktemp("up")
-    ready = place / "ready.json"
-    environ = {key: value for key, value in os.environ.items() if not key.startswith("DSEC_")}
-    environ |= {"DSEC_FAKE__LAUNCH_MS": "5", "DSEC_EDGE__SWEEP_MS": "100", "DSEC_EDGE__UNCLAIMED_MS": "1000"}
-    command = [sys.executable, "-m", "dsec.cli", "up", "--backend", "fake", "--port", "0", "--state-dir", str(place / "state")]
-    with (place / "log").open("wb") as log:
-        process = subprocess.Popen([*command, "--ready-file", str(ready)], env=environ, stdout=log, stderr=log)
-        try:
-            until = time.monotonic() + 40
-            while not (ready.exists() and ready.read_text().endswith("\n")):
-                assert process.poll() is None, (place / "log").read_text()
-                assert time.monotonic() < until, (place / "log").read_text()
-                time.sleep(0.05)
-            yield json.loads(ready.read_text())["url"]
-        finally:
-            process.terminate()
-            try:
-                assert process.wait(30) == 0, (place / "log").read_text()
-            finally:
-                process.kill()
-
-
 @pytest_asyncio.fixture
-async def dsec(url: str, request: pytest.FixtureRequest) -> AsyncIterator[Client]:
+async def dsec(fake_cluster: str, request: pytest.FixtureRequest) -> AsyncIterator[Client]:
     """A client with a project of the test's own."""
-    async with libdsec.connect(url, project=f"t/{abs(hash(request.node.name))}", lease_ttl=2) as client:
+    async with libdsec.connect(fake_cluster, project=f"t/{abs(hash(request.node.name))}", lease_ttl=2) as client:
         yield client
         # Whatever a test leaves running on purpose ends here.
         await client.stop(everything=True)
@@ -390,9 +364,9 @@ def child(url: str, project: str) -> subprocess.Popen[bytes]:
     return process
 
 
-async def test_c01_c02_killed_client_leaves_nothing(dsec: Client, url: str) -> None:
+async def test_c01_c02_killed_client_leaves_nothing(dsec: Client, fake_cluster: str) -> None:
     """SIGKILL in the middle of exec: everything is reclaimed within the lease and a sweep, with the lease as its reason."""
-    process = await asyncio.to_thread(child, url, dsec.project)
+    process = await asyncio.to_thread(child, fake_cluster, dsec.project)
     assert len(await dsec.list()) == 5
     process.kill()
     process.communicate()
@@ -403,9 +377,9 @@ async def test_c01_c02_killed_client_leaves_nothing(dsec: Client, url: str) -> N
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
-async def test_c04_c05_interrupted_client(dsec: Client, url: str, signum: signal.Signals) -> None:
+async def test_c04_c05_interrupted_client(dsec: Client, fake_cluster: str, signum: signal.Signals) -> None:
     """Ctrl+C inside gather(): one KeyboardInterrupt, no cascade of errors of the loop, all stopped; SIGTERM needs no last words."""
-    process = await asyncio.to_thread(child, url, dsec.project)
+    process = await asyncio.to_thread(child, fake_cluster, dsec.project)
     process.send_signal(signum)
     _, err = await asyncio.to_thread(process.communicate, None, 20)
     text = err.decode()
@@ -420,22 +394,22 @@ async def test_c04_c05_interrupted_client(dsec: Client, url: str, signum: signal
         await eventually(lambda: none_left(dsec))
 
 
-async def test_lease_is_taken_up_again(dsec: Client, url: str) -> None:
+async def test_lease_is_taken_up_again(dsec: Client, fake_cluster: str) -> None:
     """A restarted client with the same lease keeps its sandboxes alive; without it they end."""
     name = f"job-{os.urandom(4).hex()}"
-    first = await libdsec.connect(url, project=dsec.project, lease=name, lease_ttl=1)
+    first = await libdsec.connect(fake_cluster, project=dsec.project, lease=name, lease_ttl=1)
     made = await first.create_many(libdsec.spec("img", **FAKE), 3)
     await first.close()
     await asyncio.sleep(0.3)
-    async with libdsec.connect(url, project=dsec.project, lease=name, lease_ttl=1):
+    async with libdsec.connect(fake_cluster, project=dsec.project, lease=name, lease_ttl=1):
         await asyncio.sleep(2.5)
         assert {info.id for info in await dsec.list()} == {sb.id for sb in made}
     await eventually(lambda: none_left(dsec))
 
 
-async def test_create_outlives_its_client(dsec: Client, url: str) -> None:
+async def test_create_outlives_its_client(dsec: Client, fake_cluster: str) -> None:
     """`create` makes a sandbox that stays when the client closes or its lease lapses."""
-    async with libdsec.connect(url, project=dsec.project, lease_ttl=1) as client:
+    async with libdsec.connect(fake_cluster, project=dsec.project, lease_ttl=1) as client:
         kept = await client.create("img", **FAKE)
         other = await client.create("img", on_client_loss="stop", **FAKE)
     await asyncio.sleep(2.5)
@@ -444,7 +418,7 @@ async def test_create_outlives_its_client(dsec: Client, url: str) -> None:
 
 
 # ---------------------------------------------------------------------- where it may be used
-async def test_another_loop_or_process_is_told(dsec: Client, url: str) -> None:
+async def test_another_loop_or_process_is_told(dsec: Client, fake_cluster: str) -> None:
     """In another loop, thread or process, or pickled, the error names the fix."""
     async with dsec.sandbox("img", **FAKE) as sb:
         found: list[BaseException] = []
@@ -474,20 +448,20 @@ async def test_another_loop_or_process_is_told(dsec: Client, url: str) -> None:
         codes: list[int] = []
 
         async def own() -> None:
-            async with libdsec.connect(url, project=dsec.project) as mine:
+            async with libdsec.connect(fake_cluster, project=dsec.project) as mine:
                 codes.append((await (await mine.attach(sb.id)).exec("exit 4")).exit_code)
 
         await asyncio.to_thread(lambda: asyncio.run(own()))
         assert codes == [4]
-    closed = libdsec.connect(url)
+    closed = libdsec.connect(fake_cluster)
     with pytest.raises(InvalidRequest, match="not open"):
         await closed.list()
 
 
-def test_blocking_facade(url: str) -> None:
+def test_blocking_facade(fake_cluster: str) -> None:
     """The same without an event loop."""
     project = f"b/{os.getpid()}"
-    with libdsec.blocking.connect(url, project=project) as dsec:
+    with libdsec.blocking.connect(fake_cluster, project=project) as dsec:
         with dsec.sandbox("img", **FAKE) as sb:
             assert sb.exec("echo x").stdout.text == "x\n"
             sb.files.write("/f", b"1")
