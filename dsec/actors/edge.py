@@ -63,7 +63,7 @@ class Edge:
         self.alone: Counter[str] = Counter()  # of those, the ones with isolation="user"
         self.draining = False
         self.adopting = True
-        self.stopping = False
+        self.stopping = self.over = False
         self.intake = Intake(self)
         self._clock: list[tuple[float, str]] = []
         self.room: deque[asyncio.Future[None]] = deque()  # resumes that wait for capacity
@@ -410,6 +410,7 @@ class Edge:
         nothing_lives = not self.sandboxes
         self.reporter.flush()
         self.beat(leaving=nothing_lives)
+        self.over = True
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()

@@ -19,6 +19,7 @@ from dsec.actors.lifecycle import Clocks, Do, Life, On, Story, step
 from dsec.actors.store import Record, Store
 from dsec.backends.base import Backend, Broken, Instance, LaunchPlan, Undone
 from dsec.bus.actor import Mailbox
+from dsec.config import EdgeConfig
 from dsec.errors import Busy, DeadlineExceeded, DsecError, NodeError, SandboxGone, Unsupported
 from dsec.model import Exit, ExitReason, SandboxInfo, State, Usage
 
@@ -31,6 +32,8 @@ class Keeper(Protocol):
     """What a sandbox asks of its Edge."""
 
     store: Store
+    config: EdgeConfig
+    over: bool  # the Edge has let go of its sandboxes: what happens to them is the next one's to find out
 
     def ready(self, sandbox: Sandbox) -> None: ...
     def failed(self, sandbox: Sandbox) -> None: ...
@@ -67,6 +70,7 @@ class Sandbox:
         self.clocks = Clocks(
             idle_s=record.spec.idle_timeout_ms / 1000,
             ttl_left_s=(record.ttl_left_ms or record.spec.ttl_ms) / 1000,
+            paused_ttl_s=keeper.config.paused_ttl_ms / 1000,
             last_active=time.monotonic(),
         )
         self.last_active_ts = record.created_ts
@@ -75,7 +79,6 @@ class Sandbox:
         self.queued_at = time.monotonic()
         self._waiters: list[asyncio.Future[None]] = []
         self._launching: asyncio.Task[None] | None = None
-        self._exits: asyncio.Task[None] | None = None
         self._releasing: asyncio.Task[None] | None = None
 
     # ------------------------------------------------------------------ the state machine
@@ -203,11 +206,11 @@ class Sandbox:
     def hold(self, instance: Instance) -> None:
         """Take an instance, from a launch or an adoption, and hear of its end."""
         self.instance = instance
-        self._exits = self.keeper.spawn(self._hear(instance))
+        instance.on_exit(self._on_exit)
 
-    async def _hear(self, instance: Instance) -> None:
-        how = await instance.wait()
-        self.feed(On.EXITED, how)
+    def _on_exit(self, how: Exit) -> None:
+        if not self.keeper.over:
+            self.feed(On.EXITED, how)
 
     async def _release(self) -> None:
         """The one door out. Retried until nothing is left; the reservation is kept that long."""
@@ -216,8 +219,6 @@ class Sandbox:
             launching.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await asyncio.wait([launching])
-        if self._exits is not None:
-            self._exits.cancel()
         pause, longest = RELEASE_PAUSE
         while True:
             try:

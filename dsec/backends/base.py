@@ -10,7 +10,7 @@ used any more and only `stop` is allowed. Both are `NodeError`s. Bad requests ra
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Protocol, runtime_checkable
 
 import msgspec
@@ -150,6 +150,10 @@ class Instance(Protocol):
 
     async def wait(self) -> Exit:
         """Returns when the sandbox's init is gone, however it went (exit code, signal, oom). May be awaited by several and cancelled."""
+        ...
+
+    def on_exit(self, call: Callable[[Exit], object]) -> None:
+        """``call`` gets what `wait` returns, once, on this loop: so that an idle sandbox needs no task that waits for its end."""
         ...
 
     async def pause(self) -> None: ...

@@ -94,6 +94,9 @@ class ContainerInstance:
     async def wait(self) -> Exit:
         return await asyncio.shield(self._gone)
 
+    def on_exit(self, call: Callable[[Exit], object]) -> None:
+        self._gone.add_done_callback(lambda gone: call(gone.result()))
+
     async def pause(self) -> None:
         await self._backend.freeze(self.plan.ulid, True)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
+from collections.abc import Callable
 
 import msgspec
 
@@ -62,6 +63,9 @@ class FakeInstance:
 
     async def wait(self) -> Exit:
         return await asyncio.shield(self.guest.gone())
+
+    def on_exit(self, call: Callable[[Exit], object]) -> None:
+        self.guest.gone().add_done_callback(lambda gone: call(gone.result()))
 
     async def pause(self) -> None:
         if self._backend.faults.pause_fails:

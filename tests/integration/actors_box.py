@@ -98,6 +98,7 @@ class Box:
     async def crash(self, name: str) -> None:
         """The Edge is gone without a word: connections cut, tasks gone, nothing written any more."""
         edge = self.edges.pop(name)
+        edge.stopping = edge.over = True
         for bus in (edge.bus, edge.bulk):
             await bus.close(0)
         for task in list(edge._tasks):
