@@ -28,7 +28,7 @@ from dsec import syscalls
 from dsec.backends import disk, runtime
 from dsec.backends.base import Capabilities, GuestLink, LaunchPlan, Undone
 from dsec.backends.holder_client import HolderClient
-from dsec.backends.plan import Node, memory_bytes
+from dsec.backends.plan import MASKED, Node, memory_bytes
 from dsec.backends.render import GUEST_PATH, render
 from dsec.errors import DsecError, NodeError, Unavailable
 from dsec.layers.mounts import LayerMount
@@ -146,6 +146,7 @@ class ContainerBackend:
         self._closed = False
         self._runtime = ""
         self._root = self._prefix = ""
+        self._masked_directories: frozenset[str] = frozenset()
         self._by_paths = False  # overlays by paths, not by descriptors: the holder knows what its kernel can
 
     # --- the node --------------------------------------------------------------------------------------------------
@@ -153,21 +154,24 @@ class ContainerBackend:
     async def open(self) -> None:
         opts = self.options
         self._runtime = runtime.find_runtime(opts.runtime)
-        root = opts.cgroup_root or "dsec"
-        self._cgroups = Cgroups(f"{root}/{opts.edge}", await asyncio.to_thread(detect))
-        await asyncio.to_thread(self._make_directories)
-        await asyncio.to_thread(self._cgroups.open)
-        self._launcher, self._guest = await asyncio.to_thread(runtime.programs, opts.launcher, opts.guest)
-        await self._ensure_holder()
-        missing: dict[str, str] = {"snapshot": "not built yet", "fork": "not built yet", "pack_diff": "not built yet"}
         userns, why = opts.userns, "switched off in the configuration"
         if userns and syscalls.disabled("userns"):
             userns, why = False, "disabled by DSEC_DISABLE"
         if userns:
             why = await asyncio.to_thread(runtime.userns_trouble)
             userns = not why
+        root = opts.cgroup_root or "dsec"
+        self._cgroups = Cgroups(f"{root}/{opts.edge}", await asyncio.to_thread(detect), devices=not userns)
+        await asyncio.to_thread(self._make_directories)
+        await asyncio.to_thread(self._cgroups.open)
+        self._launcher, self._guest = await asyncio.to_thread(runtime.programs, opts.launcher, opts.guest)
+        await self._ensure_holder()
+        missing: dict[str, str] = {"snapshot": "not built yet", "fork": "not built yet", "pack_diff": "not built yet"}
         if not userns:
             missing["userns"] = why
+            if self._cgroups.version == 2:
+                missing["devices"] = "without user namespaces cgroup v2 does not keep device nodes of a layer from being opened"
+        self._masked_directories = frozenset(path for path in MASKED if os.path.isdir(path))
         modes, lacking = await asyncio.to_thread(disk.modes)
         missing |= lacking
         self._mappable = await asyncio.to_thread(disk.mappable, opts.state_dir) if userns else frozenset()
@@ -335,6 +339,9 @@ class ContainerBackend:
             seccomp_blob=seccomp.compiled(profile) if profile is not None and is_crun else b"",
             seccomp_oci=seccomp.to_oci(profile) if profile is not None and not is_crun else None,
             nofile=runtime.nofile(),
+            cgroups_path="" if is_crun else f"/{plan.cgroup}",
+            empty=f"{self._prefix}0" if is_crun else "",  # runc allows no mount inside /proc
+            masked_directories=self._masked_directories,
         )
         with open(f"{box}/config.json", "w") as file:
             json.dump(config, file)

@@ -124,7 +124,11 @@ class Holder:
             os.mkdir(f"{self.place}/l{number}", 0o755)
 
     def hold_guest(self, binary: str) -> None:
-        """The agent as a layer of its own, so that it leaves no trace in any upper and no sandbox can change another's."""
+        """The agent as a layer of its own, so that it leaves no trace in any upper and no sandbox can change another's.
+
+        It also holds /dev: places for the runtime to bind the usual devices on, and shm as a plain directory, which is the sandbox's
+        own once it is written to and counts to its disk. So a sandbox needs no file system for either.
+        """
         fd = syscalls.new_mount("tmpfs", [("size", "16m"), ("nr_inodes", "64"), ("mode", "0755")], syscalls.MOUNT_ATTR_NODEV)
         os.mkdir(".dsec", 0o755, dir_fd=fd)
         with open(binary, "rb") as file:
@@ -137,6 +141,15 @@ class Holder:
             os.fchmod(out, 0o555)
         finally:
             os.close(out)
+        for path, mode in (("proc", 0o755), ("dev", 0o755), ("dev/pts", 0o755), ("dev/shm", 0o1777)):
+            os.mkdir(path, mode, dir_fd=fd)
+            os.chmod(path, mode, dir_fd=fd)
+        for name in ("null", "zero", "full", "random", "urandom", "tty"):
+            os.close(os.open(f"dev/{name}", os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o666, dir_fd=fd))
+        for name, target in (("fd", "fd"), ("stdin", "fd/0"), ("stdout", "fd/1"), ("stderr", "fd/2")):
+            os.symlink(f"/proc/self/{target}", f"dev/{name}", dir_fd=fd)
+        os.symlink("pts/ptmx", "dev/ptmx", dir_fd=fd)
+        os.symlink("/proc/kcore", "dev/core", dir_fd=fd)  # crun makes it; it is masked
         syscalls.mount_setattr(fd, attr_set=syscalls.MOUNT_ATTR_RDONLY)
         self.by_paths = syscalls.disabled("overlay_fd") or not _can_clone(fd)
         self._hold(GUEST_LAYER, fd)

@@ -60,16 +60,22 @@ MASKED = (
 )
 READONLY = ("/proc/bus", "/proc/fs", "/proc/irq", "/proc/sys", "/proc/sysrq-trigger")
 
-# Superblocks of a sandbox: the overlay, the upper's file system, proc, devpts, and the small tmpfs of /dev (its size is its limit).
-MOUNTS = (
-    Mount(target="/proc", fstype="proc", source="proc", options=("nosuid", "noexec", "nodev")),
+_PROC = Mount(target="/proc", fstype="proc", source="proc", options=("nosuid", "noexec", "nodev"))
+_PTS = Mount(
+    target="/dev/pts",
+    fstype="devpts",
+    source="devpts",
+    options=("nosuid", "noexec", "newinstance", "ptmxmode=0666", "mode=0620", "gid=5", "max=64"),
+)
+# Superblocks of a sandbox: the overlay, the upper's file system, proc and devpts. /dev and /dev/shm are directories of the
+# agent's layer (holder.py), where the runtime binds the node's devices.
+MOUNTS = (_PROC, _PTS)
+# Without a user namespace the runtime makes device nodes, which the overlay does not open.
+MOUNTS_WITHOUT_USERNS = (
+    _PROC,
     Mount(target="/dev", fstype="tmpfs", source="tmpfs", options=("nosuid", "strictatime", "mode=755", "size=64k", "nr_inodes=256")),
-    Mount(
-        target="/dev/pts",
-        fstype="devpts",
-        source="devpts",
-        options=("nosuid", "noexec", "newinstance", "ptmxmode=0666", "mode=0620", "gid=5", "max=64"),
-    ),
+    _PTS,
+    Mount(target="/dev/shm", fstype="tmpfs", source="shm", options=("nosuid", "noexec", "nodev", "mode=1777", "size=64m")),
 )
 
 _ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,254}")
@@ -152,7 +158,7 @@ def make_plan(
         workdir=workdir,
         user=user,
         network=spec.network.mode,
-        mounts=MOUNTS,
+        mounts=MOUNTS if node.userns else MOUNTS_WITHOUT_USERNS,
         capabilities=CAPABILITIES,
         seccomp="default" if node.seccomp else "",
         masked=MASKED,

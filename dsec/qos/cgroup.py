@@ -57,6 +57,7 @@ class Hierarchy(msgspec.Struct, frozen=True, kw_only=True):
     version: int
     roots: dict[str, str]
     unified: str = ""
+    others: tuple[str, ...] = ()  # v1 mounts of further controllers
 
     @property
     def hybrid(self) -> bool:
@@ -72,6 +73,7 @@ def parse(mountinfo: str, v2_controllers: Mapping[str, str]) -> Hierarchy:
     """The hierarchy from the text of /proc/self/mountinfo; ``v2_controllers`` maps a cgroup2 mount to its cgroup.controllers."""
     v1: dict[str, str] = {}
     unified = ""
+    points: dict[str, None] = {}
     for line in mountinfo.splitlines():
         left, _, right = line.partition(" - ")
         point = left.split()[4]
@@ -79,13 +81,14 @@ def parse(mountinfo: str, v2_controllers: Mapping[str, str]) -> Hierarchy:
         if fstype == "cgroup2" and not unified:
             unified = point
         elif fstype == "cgroup":
+            points[point] = None
             for name in options.split(","):
-                if name in NEEDED:
+                if name in (*NEEDED, "devices"):
                     v1.setdefault(name, point)
     offered = v2_controllers.get(unified, "").split()
     if "memory" in offered:  # cpuacct and freezer are part of v2's core
         return Hierarchy(version=2, roots={n: unified for n in NEEDED if n in offered or n in ("freezer", "cpuacct")}, unified=unified)
-    return Hierarchy(version=1, roots=v1, unified=unified)
+    return Hierarchy(version=1, roots=v1, unified=unified, others=tuple(points))
 
 
 def detect() -> Hierarchy:
@@ -124,20 +127,28 @@ def settings(version: int, limits: Limits) -> dict[str, list[tuple[str, str]]]:
     return writes
 
 
+# What a device group lets through: making nodes (which needs a capability anyway), and the usual character devices.
+DEVICES = ("c *:* m", "b *:* m", "c 1:3 rwm", "c 1:5 rwm", "c 1:7 rwm", "c 1:8 rwm", "c 1:9 rwm", "c 5:0 rwm", "c 5:2 rwm", "c 136:* rwm")
+
 # Where a kernel without swap accounting has no such file, there is no swap to limit either.
 _OPTIONAL = frozenset({"memory.memsw.limit_in_bytes", "memory.swap.max"})
 
 
 class Cgroups:
-    """The groups of one Edge below ``parent`` (a relative path such as ``dsec/node-1``)."""
+    """The groups of one Edge below ``parent`` (a relative path such as ``dsec/node-1``).
 
-    def __init__(self, parent: str, hierarchy: Hierarchy | None = None) -> None:
+    With ``devices`` each group opens only the usual character devices (v1 only): for nodes without user namespaces, where a device
+    node that a layer brings could be opened.
+    """
+
+    def __init__(self, parent: str, hierarchy: Hierarchy | None = None, *, devices: bool = False) -> None:
         if not parent or parent.startswith("/") or ".." in parent.split("/"):
             raise ValueError(f"not a group below the root: {parent!r}")
         self.hierarchy = hierarchy or detect()
         self.parent = parent
         self.version = self.hierarchy.version
         self._live = 0
+        self._devices = devices and self.version == 1 and "devices" in self.hierarchy.roots
 
     def open(self) -> None:
         """Make the parent groups. Raises `Unsupported` where memory or pids cannot be limited."""
@@ -177,6 +188,11 @@ class Cgroups:
             for root in self._mounts():
                 with contextlib.suppress(FileExistsError):
                     os.mkdir(f"{root}/{self.parent}/{name}", 0o755)
+            if self._devices:
+                path = self._path("devices", name)
+                _write(f"{path}/devices.deny", "a")
+                for rule in DEVICES:
+                    _write(f"{path}/devices.allow", rule)
             for controller, writes in settings(self.version, limits).items():
                 for file, value in writes:
                     try:
@@ -289,7 +305,7 @@ class Cgroups:
     def destroy(self, name: str, timeout: float = 5.0) -> None:
         """Remove the group everywhere; its processes must have been killed. Idempotent. Raises `NodeError` while one is still there."""
         end = time.monotonic() + timeout
-        for root in self._mounts():
+        for root in self._everywhere():
             path = f"{root}/{self.parent}/{name}"
             if root == self.hierarchy.roots.get("memory") and self.version == 1 and _memory_groups() > MANY_GROUPS + 2 * self._live:
                 with contextlib.suppress(OSError):
@@ -299,7 +315,7 @@ class Cgroups:
 
     def close(self) -> None:
         """Remove the parent groups where nothing lives below them."""
-        for root in self._mounts():
+        for root in self._everywhere():
             parts = self.parent.split("/")
             for depth in range(len(parts), 0, -1):
                 with contextlib.suppress(OSError):
@@ -307,10 +323,14 @@ class Cgroups:
 
     def _mounts(self) -> Iterator[str]:
         # The memory group is joined last: what the joining itself allocates stays with whoever launches.
-        seen = dict.fromkeys(
-            self.hierarchy.roots[name] for name in ("pids", "freezer", "cpu", "cpuacct", "memory") if name in self.hierarchy.roots
+        names = (
+            ("devices", "pids", "freezer", "cpu", "cpuacct", "memory") if self._devices else ("pids", "freezer", "cpu", "cpuacct", "memory")
         )
-        yield from seen
+        yield from dict.fromkeys(self.hierarchy.roots[name] for name in names if name in self.hierarchy.roots)
+
+    def _everywhere(self) -> Iterator[str]:
+        """Also the hierarchies that we do not use: runc makes a group in each."""
+        yield from dict.fromkeys((*self._mounts(), *self.hierarchy.others))
 
     def _path(self, controller: str, name: str) -> str:
         root = self.hierarchy.roots[controller]

@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from dsec.model import ExecSpec, ExitReason
 from tests.fixtures_backend import BASE, Yard, sh
@@ -174,3 +177,16 @@ async def test_layers_are_mounted_once(leftovers: object, yard: Yard) -> None:
     assert list(backend._mounted) == [BASE.digest]
     assert not [line for line in Path("/proc/self/mountinfo").read_text().splitlines() if str(yard.state) in line or " dsec " in line]
     await asyncio.gather(*(box.stop() for box in boxes))
+
+
+async def test_runc_where_crun_is_not(leftovers: object, yard: Yard) -> None:
+    """The same plan runs on runc, in the same cgroups, with a filter, and leaves as little."""
+    if shutil.which("runc") is None:
+        pytest.skip("runc is not installed")
+    backend = await yard.backend(runtime="runc")
+    box = await backend.launch(yard.plan(backend.node))
+    status = (await sh(box, "cat /proc/self/status"))[1]
+    assert "Seccomp:\t2" in status
+    assert box.plan.cgroup in Path(f"/proc/{box.pid}/cgroup").read_text()
+    assert (await box.usage()).pids >= 1
+    await box.stop()

@@ -88,6 +88,11 @@ async def test_no_devices(box: Any) -> None:
     assert (await sh(box, "mknod /tmp/sda b 8 0"))[0] != 0
     assert (await sh(box, "echo x > /dev/null && head -c 4 /dev/urandom | wc -c && head -c 2 /dev/zero | wc -c"))[1].split() == ["4", "2"]
     assert (await sh(box, "echo x > /dev/full"))[0] != 0
+    if box.plan.idmap is None:
+        group = Path(f"/sys/fs/cgroup/devices/{box.plan.cgroup}")
+        if group.exists():
+            assert "a *:* rwm" not in (group / "devices.list").read_text()
+        return
     flags = next(line.split()[5] for line in Path(f"/proc/{box.pid}/mountinfo").read_text().splitlines() if line.split()[4] == "/")
     assert "nodev" in flags.split(",")
 
@@ -181,6 +186,24 @@ async def test_capabilities_and_no_new_privs(box: Any) -> None:
     for number in (21, 19, 2, 16, 12, 27):  # SYS_ADMIN, SYS_PTRACE, DAC_READ_SEARCH, SYS_MODULE, NET_ADMIN, MKNOD
         assert not bounding >> number & 1, number
     assert (await sh(box, "mkdir /newdir && chmod 700 /newdir && id -u"))[1] == "0\n"  # c46: root inside can work
+
+
+async def test_shared_memory_is_its_own(box: Any, yard: Yard) -> None:
+    """POSIX shared memory works, and is not the neighbour's."""
+    code = """
+from multiprocessing import shared_memory
+memory = shared_memory.SharedMemory("seen", create=True, size=1 << 20)
+memory.buf[:3] = b"abc"
+again = shared_memory.SharedMemory("seen")
+print(bytes(again.buf[:3]))
+again.close()
+memory.unlink()
+"""
+    assert "b'abc'" in await python(box, code)
+    await sh(box, "echo mine > /dev/shm/mark")
+    other = await yard.backends[0].launch(yard.plan(yard.backends[0].node))
+    assert (await sh(other, "ls /dev/shm"))[1] == ""
+    assert (await sh(other, "ls -ld /dev/shm"))[1].startswith("drwxrwxrwt")
 
 
 async def test_devpts_is_bounded(box: Any) -> None:

@@ -31,7 +31,7 @@ def test_namespaces_and_maps() -> None:
     assert config["process"]["capabilities"]["bounding"] == list(PLAN.capabilities)
     assert "ambient" not in config["process"]["capabilities"]
     assert "X=y" in config["process"]["env"]
-    assert len(config["mounts"]) == 3
+    assert len(config["mounts"]) == 2
     json.dumps(config)
 
 
