@@ -98,7 +98,11 @@ def test_bad_requests_name_field_and_fix(fields: dict[str, Any], field: str) -> 
 
 @pytest.mark.parametrize(
     "fields",
-    [{"network": NetworkPolicy(mode="open")}, {"network": NetworkPolicy(mode="rules", rules=("packages.example:443",))}, {"devices": ("kvm",)}],
+    [
+        {"network": NetworkPolicy(mode="open")},
+        {"network": NetworkPolicy(mode="rules", rules=("packages.example:443",))},
+        {"devices": ("kvm",)},
+    ],
 )
 def test_what_is_not_enforced_is_refused(fields: dict[str, Any]) -> None:
     """A policy that nothing enforces is never accepted silently."""
