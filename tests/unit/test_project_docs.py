@@ -83,6 +83,15 @@ def test_promises_name_what_measures_them(row: list[str]) -> None:
         assert not test[2] or f"def {test[2]}(" in source
 
 
+def test_event_kinds_are_those_that_are_emitted() -> None:
+    """docs/events.md names no kind that no actor emits, and leaves none out."""
+    text = (ROOT / "docs/events.md").read_text()
+    documented = set(re.findall(r"^\| (\w+) \|", text[text.index("| kind | when |") :], re.MULTILINE)) - {"kind"}
+    source = "".join(path.read_text() for path in (ROOT / "dsec/actors").glob("*.py"))
+    emitted = set(re.findall(r"(?:emit|changed)\((?:self, |sandbox, )?\"(\w+)\"", source))
+    assert documented == emitted
+
+
 def test_compose_starts_every_actor() -> None:
     """docker-compose.yml is valid YAML, names each actor once, and only the Edge is privileged."""
     services = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"]
