@@ -10,7 +10,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Container, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Container, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -139,7 +139,7 @@ async def session(options: Namespace) -> AsyncIterator[Session]:
     store = LayerStore(Path(options.cache) / "layers")
     image = await make_base(store, options.base)
     state = Path(tempfile.mkdtemp(prefix=f"dsec-{mark}-"))
-    overrides = {"layers": {"store_dir": str(store.root)}, "edge": {"memory_overcommit": 4.0}}
+    overrides: dict[str, dict[str, object]] = {"layers": {"store_dir": str(store.root)}, "edge": {"memory_overcommit": 4.0}}
     try:
         async with Cluster(state, edges=(mark,), overrides=overrides) as cluster, libdsec.connect(cluster.url) as client:
             yield Session(cluster, client, store, image)
@@ -184,7 +184,7 @@ async def features(sandbox: libdsec.Sandbox) -> dict[str, object]:
 
 
 async def interleave(
-    rounds: int, ways: dict[str, Callable[[], Awaitable[float]]], warm_up: int = 3, *, may_fail: Container[str] = ()
+    rounds: int, ways: Mapping[str, Callable[[], Awaitable[float]]], warm_up: int = 3, *, may_fail: Container[str] = ()
 ) -> tuple[dict[str, list[float]], dict[str, str]]:
     """Take every way once a round, in turning order, so that a change of the machine's load meets all alike. Warm-ups are not counted.
 

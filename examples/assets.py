@@ -74,8 +74,10 @@ def workspace_tree(trajectory: Trajectory, cache: Path) -> Path:
     def fill(tree: Path) -> None:
         with tempfile.TemporaryDirectory(dir=tree.parent) as scratch:
             with tarfile.open(sdist) as archive:
-                # Debian 12's Python has no extraction filters yet; the archive is the pinned one, byte by byte.
-                archive.extractall(scratch, **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))
+                if hasattr(tarfile, "data_filter"):
+                    archive.extractall(scratch, filter="data")
+                else:  # Debian 12's Python has no extraction filters yet; the archive is the pinned one, byte by byte
+                    archive.extractall(scratch)
             home = tree / source.target
             home.parent.mkdir(parents=True, exist_ok=True)
             shutil.move(Path(scratch, f"{source.project}-{source.version}"), home)

@@ -79,23 +79,26 @@ def role_of(order: int) -> str:
 def rows(members: list[Member]) -> list[Row]:
     """The table, one row for each role that occurs."""
     table = []
+    calm = max((member.verdict.ended for member in members if member.verdict), default=0.0)
     for role in (AGENT, *COMMANDS):
         group = [member for member in members if member.role == role]
         if not group:
             continue
-        probes = [ms for member in group if member.outcome for ms in member.outcome.probe_ms]
+        probes = [probe for member in group if member.outcome for probe in member.outcome.probes]
+        times = [ms for _, ms in probes]
         passed = [member for member in group if not member.all_problems()]
         if role == AGENT:
+            during, after = (percentile([ms for when, ms in probes if (when <= calm) is early], 99) for early in (True, False))
             became = f"replayed, tests mended in {len(passed)}"
+            if during is not None and after is not None:
+                became += f"; exec p99 {during:.0f} ms while others misbehaved, {after:.0f} ms afterwards"
             seconds = max((member.outcome.seconds for member in group if member.outcome), default=0.0)
         else:
             became = "; ".join(sorted({member.verdict.text for member in group if member.verdict and member.verdict.text}))
             seconds = max((member.verdict.seconds for member in group if member.verdict), default=0.0)
         create = percentile([member.create_ms for member in group], 50) or 0.0
         table.append(
-            Row(
-                role, len(group), len(passed), create, percentile(probes, 50), percentile(probes, 99), seconds, became or "see the problems"
-            )
+            Row(role, len(group), len(passed), create, percentile(times, 50), percentile(times, 99), seconds, became or "see the problems")
         )
     return table
 
@@ -178,7 +181,7 @@ async def run(count: int, say: Reporter, cache: Path) -> Summary:
         layers = await make_layers(trajectory, cache, say)
         say.say("starting nats-server, Scheduler, Watcher and one Edge")
         # Limits may add up to more than the machine has: most of a sandbox's limit is never used.
-        overrides = {"layers": {"store_dir": str(cache / "layers")}, "edge": {"memory_overcommit": 4.0}}
+        overrides: dict[str, dict[str, object]] = {"layers": {"store_dir": str(cache / "layers")}, "edge": {"memory_overcommit": 4.0}}
         async with Cluster(state, edges=(mark,), overrides=overrides) as cluster:
             members, took = await job(cluster.url, layers, trajectory, count, say)
             say.say("stopping")

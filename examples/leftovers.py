@@ -53,7 +53,7 @@ def mounts(mark: str) -> tuple[str, ...]:
 
 def cgroups(mark: str) -> tuple[str, ...]:
     """Cgroups below every hierarchy whose path bears the mark."""
-    found = []
+    found: list[str] = []
     for line in _read("/proc/self/mountinfo").splitlines():
         fields = line.split()
         kind = fields[fields.index("-") + 1] if "-" in fields else ""

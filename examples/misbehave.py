@@ -31,6 +31,7 @@ class Verdict(msgspec.Struct):
     text: str = ""
     problems: list[str] = []
     seconds: float = 0.0
+    ended: float = 0.0  # monotonic seconds
 
 
 COMMANDS = {
@@ -64,6 +65,7 @@ async def misbehave(sandbox: Sandbox, kind: str, pids: int, memory: int) -> Verd
     except DsecError as error:
         verdict.problems.append(f"{type(error).__name__}: {error}")
     verdict.seconds = time.perf_counter() - started
+    verdict.ended = time.monotonic()
     return verdict
 
 
@@ -76,7 +78,7 @@ def _judge_timeout(verdict: Verdict, result: ExecResult) -> None:
 
 def _judge_fork_bomb(verdict: Verdict, result: ExecResult, pids: int) -> None:
     _judge_timeout(verdict, result)
-    if b"fork" not in result.stderr:
+    if "fork" not in result.stderr.text:
         verdict.problems.append(f"no fork was refused: {result.stderr[-200:]!r}")
     verdict.text = f"pids limit {pids} hit, timed out, tree killed"
 

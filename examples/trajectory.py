@@ -18,6 +18,7 @@ import msgspec
 if TYPE_CHECKING:
     from libdsec.sandbox import Sandbox
 
+PROBE_LIMIT = 10.0  # seconds for a command that takes milliseconds: longer would be a disturbance
 RECORDED = Path(__file__).with_name("trajectory.json")
 
 
@@ -112,12 +113,13 @@ def complaints(expect: Expect, answer: Answer, nonce: str, tool: str = "shell") 
 
 
 class Outcome(msgspec.Struct):
-    """How one replay went. ``probe_ms`` are the times of the small commands, to see whether others disturbed it."""
+    """How one replay went. ``probes``: when each small command had answered (monotonic seconds) and after how many milliseconds, to see
+    whether others disturbed this one."""
 
     problems: list[str] = []
     steps: int = 0
     seconds: float = 0.0
-    probe_ms: list[float] = []
+    probes: list[tuple[float, float]] = []
 
 
 async def _call(sandbox: Sandbox, step: Step, root: str, nonce: str) -> Answer:
@@ -144,7 +146,7 @@ async def replay(trajectory: Trajectory, sandbox: Sandbox, cpu_gate: asyncio.Sem
     ``cpu_gate`` stands for the model's thinking time: it keeps the number of commands that run at once near the number of cores.
     Before each step a tiny command with its own nonce is timed outside the gate.
     """
-    outcome = Outcome(problems=[], probe_ms=[])
+    outcome = Outcome(problems=[], probes=[])
     root = "/" + trajectory.workspace.target
     nonce = secrets.token_hex(8)
     started = time.perf_counter()
@@ -168,8 +170,9 @@ async def replay(trajectory: Trajectory, sandbox: Sandbox, cpu_gate: asyncio.Sem
 
 async def _probe(sandbox: Sandbox, outcome: Outcome) -> None:
     word = secrets.token_hex(8)
-    started = time.perf_counter()
-    result = await sandbox.exec(["/bin/echo", word], timeout=30)
-    outcome.probe_ms.append((time.perf_counter() - started) * 1e3)
-    if result.exit_code != 0 or result.stdout.text.strip() != word:
+    started = time.monotonic()
+    result = await sandbox.exec(["/bin/echo", word], timeout=PROBE_LIMIT)
+    ended = time.monotonic()
+    outcome.probes.append((ended, (ended - started) * 1e3))
+    if result.exit_code != 0 or result.timed_out or result.stdout.text.strip() != word:
         outcome.problems.append(f"a small command answered {result.stdout!r} (exit code {result.exit_code}), expected {word!r}")

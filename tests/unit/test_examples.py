@@ -68,8 +68,8 @@ def test_eight_of_sixty_four_misbehave() -> None:
 
 def test_table_counts_only_what_passed() -> None:
     """A member with a problem is in its group's count and not among those as expected."""
-    good = Member(AGENT, 10.0, outcome=Outcome(problems=[], probe_ms=[1.0, 2.0]), problems=[])
-    bad = Member(AGENT, 30.0, outcome=Outcome(problems=["wrong"], probe_ms=[3.0]), problems=[])
+    good = Member(AGENT, 10.0, outcome=Outcome(problems=[], probes=[(1.0, 1.0), (2.0, 2.0)]), problems=[])
+    bad = Member(AGENT, 30.0, outcome=Outcome(problems=["wrong"], probes=[(1.0, 3.0)]), problems=[])
     yes = Member("yes", 20.0, verdict=Verdict("yes", "output truncated", problems=[]), problems=[])
     table = {row.group: row for row in rows([good, bad, yes])}
     assert (table[AGENT].count, table[AGENT].passed, table[AGENT].create_p50_ms) == (2, 1, 20.0)
