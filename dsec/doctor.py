@@ -302,7 +302,7 @@ _tried(
     "user namespace with 65,536 ids",
     probes.try_userns,
     "root in a sandbox is root's id on the node",
-    "sysctl -w user.max_user_namespaces=65536",
+    "sysctl -w user.max_user_namespaces=65536; inside a chroot they cannot be made at all",
 )
 _tried(
     "idmap",
