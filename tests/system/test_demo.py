@@ -22,7 +22,7 @@ def _last_line(module: str, *arguments: str, timeout: float = 300) -> tuple[dict
     return json.loads(done.stdout.splitlines()[-1]), done
 
 
-@pytest.mark.needs("container")
+@pytest.mark.needs("root", "oci", "nats_server", "mmdebstrap")
 def test_demo_does_all_that_it_says() -> None:
     """Thirty-two sandboxes, one of each misbehaving kind among them, all end as expected and leave nothing."""
     summary, done = _last_line("examples.demo", "--n", "32", "--json")
@@ -35,7 +35,7 @@ def test_demo_does_all_that_it_says() -> None:
     assert {row["group"]: row["count"] for row in groups} == {"agent": 28, "fork bomb": 1, "yes": 1, "endless loop": 1, "memory hog": 1}
 
 
-@pytest.mark.needs("container")
+@pytest.mark.needs("root", "oci", "nats_server", "mmdebstrap")
 def test_benchmark_in_small() -> None:
     """The create benchmark with three rounds reports every promised key, and its features were read inside a sandbox."""
     result, done = _last_line("benchmarks", "create", "--n", "3", "--no-peers", "--json")
