@@ -26,8 +26,9 @@ import msgspec
 
 from dsec import syscalls
 from dsec.backends import disk, runtime
-from dsec.backends.base import Capabilities, GuestLink, LaunchPlan, Undone
+from dsec.backends.base import Capabilities, LaunchPlan, Undone
 from dsec.backends.holder_client import HolderClient
+from dsec.backends.instance import ContainerInstance, End
 from dsec.backends.plan import MASKED, Node, memory_bytes
 from dsec.backends.render import GUEST_PATH, render
 from dsec.errors import DsecError, NodeError, Unavailable
@@ -62,66 +63,6 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     holder_linger: float = 30.0
 
 
-class _End:
-    """The end of one sandbox: known to the holder before anybody here may have asked for it."""
-
-    def __init__(self) -> None:
-        self.seen = asyncio.Event()
-        self.status: dict[str, Any] = {}
-
-
-class ContainerInstance:
-    """One running container."""
-
-    def __init__(self, backend: ContainerBackend, plan: LaunchPlan, pid: int, link: GuestLink) -> None:
-        self.id = plan.id
-        self.plan = plan
-        self.pid = pid
-        self.link = link
-        self._backend = backend
-        self._gone: asyncio.Future[Exit] = asyncio.get_running_loop().create_future()
-        self._released = False
-
-    @property
-    def cgroup(self) -> str:
-        return self.plan.cgroup
-
-    @property
-    def netns(self) -> str:
-        """A path that names the network namespace while the sandbox lives."""
-        return f"/proc/{self.pid}/ns/net"
-
-    async def wait(self) -> Exit:
-        return await asyncio.shield(self._gone)
-
-    def on_exit(self, call: Callable[[Exit], object]) -> None:
-        self._gone.add_done_callback(lambda gone: call(gone.result()))
-
-    async def pause(self) -> None:
-        await self._backend.freeze(self.plan.ulid, True)
-
-    async def resume(self) -> None:
-        await self._backend.freeze(self.plan.ulid, False)
-
-    async def usage(self) -> Usage:
-        return await self._backend.usage(self.plan)
-
-    async def stop(self, grace: float = 0.0) -> None:
-        if self._released:
-            return
-        if grace > 0 and not self._gone.done():
-            await self._backend.terminate(self.plan.ulid)
-            await asyncio.wait([self._gone], timeout=grace)
-        await self._backend.release(self.plan.ulid)
-        self._released = True
-        if not self._gone.done():
-            self._gone.set_result(Exit(reason=ExitReason.REQUESTED, wall_ts=time.time()))
-
-    def ended(self, ending: Exit) -> None:
-        if not self._gone.done():
-            self._gone.set_result(ending)
-
-
 class ContainerBackend:
     """Implements `dsec.backends.base.Backend`. ``node`` (for `make_plan`) is known once `open` has returned."""
 
@@ -136,7 +77,7 @@ class ContainerBackend:
         self._holder = HolderClient(f"{self._run}/holder", on_exit=self._on_exit, on_lost=self._on_lost)
         self._instances: dict[str, ContainerInstance] = {}
         self._launching: set[str] = set()
-        self._ends: dict[str, _End] = {}
+        self._ends: dict[str, End] = {}
         self._releases: dict[str, asyncio.Task[None]] = {}
         self._mounted: dict[str, asyncio.Task[None]] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -272,7 +213,7 @@ class ContainerBackend:
     async def _launch(self, plan: LaunchPlan) -> ContainerInstance:
         try:
             await self.prepare(plan)
-            self._ends[plan.ulid] = _End()
+            self._ends[plan.ulid] = End()
             try:
                 listener, procs = await self._in(self._makers, self._make, plan)
                 try:
@@ -417,7 +358,25 @@ class ContainerBackend:
             used = await self._in(self._breakers, self._cgroups.usage, plan.ulid)
         except OSError:
             return Usage()
-        return Usage(cpu_ms=used.cpu_ms, memory=used.memory, memory_peak=used.memory_peak, pids=used.pids, oom_kills=used.oom_kills)
+        return Usage(
+            cpu_ms=used.cpu_ms,
+            memory=used.memory,
+            memory_peak=used.memory_peak,
+            pids=used.pids,
+            oom_kills=used.oom_kills,
+            disk=await self._in(self._breakers, self._disk, plan),
+        )
+
+    def _disk(self, plan: LaunchPlan) -> int:
+        """Bytes in the upper: an overlay's statfs is that of its upper's file system, which a plain directory shares with others."""
+        instance = self._instances.get(plan.ulid)
+        if instance is None or plan.disk_mode == "dir":
+            return 0
+        try:
+            stat = os.statvfs(f"/proc/{instance.pid}/root")
+        except OSError:
+            return 0
+        return (stat.f_blocks - stat.f_bfree) * stat.f_frsize
 
     async def terminate(self, ulid: str) -> None:
         """SIGTERM to the init."""
@@ -435,7 +394,7 @@ class ContainerBackend:
 
     async def _release(self, ulid: str) -> None:
         await self._ensure_holder()
-        end = self._ends.setdefault(ulid, _End())
+        end = self._ends.setdefault(ulid, End())
         await self._in(self._breakers, self._cgroups.kill, ulid)
         if (await self._holder.request("kill", ulid=ulid))["live"]:
             try:
@@ -489,7 +448,7 @@ class ContainerBackend:
 
     async def adopt(self, plan: LaunchPlan) -> ContainerInstance | None:
         await self._ensure_holder()
-        self._ends[plan.ulid] = _End()
+        self._ends[plan.ulid] = End()
         known = (await self._holder.request("find", ulid=plan.ulid))["found"]
         pid = known if isinstance(known, int) else 0
         if known is None:

@@ -22,6 +22,7 @@ import errno
 import fcntl
 import json
 import os
+import resource
 import select
 import signal
 import socket
@@ -529,6 +530,8 @@ def main() -> None:
     ready = _detach()
     for signum in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):  # what ends an Edge must not end its sandboxes
         signal.signal(signum, signal.SIG_IGN)
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # one descriptor a sandbox, two a layer
     syscalls.set_child_subreaper()
     syscalls.prctl(syscalls.PR_SET_NAME, ctypes.addressof(_COMM))
     paths = (options.socket, options.guest, options.launcher, sys.prefix, *options.keep)

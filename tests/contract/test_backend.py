@@ -171,6 +171,7 @@ async def test_stop_is_idempotent_and_waiters_agree(box: Any, backend: Any) -> N
     await box.stop()
     first, second = await asyncio.wait_for(asyncio.gather(*waiters[1:]), 5)
     assert first == second
+    assert first.reason is ExitReason.REQUESTED
     with pytest.raises(SandboxGone):
         await box.link.start(new_op(), ExecSpec(argv=("/bin/true",)))
     assert await backend.reap(frozenset()) == ()

@@ -58,6 +58,7 @@ async def test_c26_full_disk_is_ones_own(leftovers: object, yard: Yard) -> None:
     code, _, err = await sh(box, "dd if=/dev/zero of=/tmp/big bs=1M count=32")
     assert code != 0
     assert "No space left" in err
+    assert 6 * MIB < (await box.usage()).disk <= 8 * MIB
     assert (await sh(box, "rm /tmp/big; dd if=/dev/zero of=/tmp/ok bs=1M count=4"))[0] == 0
     code, _, err = await sh(box, "for i in $(seq 400); do : > /tmp/f$i || exit 1; done")
     assert code != 0

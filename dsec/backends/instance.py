@@ -1,0 +1,77 @@
+"""One running container, as the Edge holds it: names, its link, its end. What it does goes through its backend."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import TYPE_CHECKING, Any
+
+from dsec.backends.base import GuestLink, LaunchPlan
+from dsec.model import Exit, ExitReason, Usage
+
+if TYPE_CHECKING:
+    from dsec.backends.container import ContainerBackend
+
+
+class End:
+    """The end of one sandbox: known to the holder before anybody here may have asked for it."""
+
+    def __init__(self) -> None:
+        self.seen = asyncio.Event()
+        self.status: dict[str, Any] = {}
+
+
+class ContainerInstance:
+    """One running container."""
+
+    def __init__(self, backend: ContainerBackend, plan: LaunchPlan, pid: int, link: GuestLink) -> None:
+        self.id = plan.id
+        self.plan = plan
+        self.pid = pid
+        self.link = link
+        self._backend = backend
+        self._gone: asyncio.Future[Exit] = asyncio.get_running_loop().create_future()
+        self._released = False
+        self._stopping = False
+
+    @property
+    def cgroup(self) -> str:
+        return self.plan.cgroup
+
+    @property
+    def netns(self) -> str:
+        """A path that names the network namespace while the sandbox lives."""
+        return f"/proc/{self.pid}/ns/net"
+
+    async def wait(self) -> Exit:
+        return await asyncio.shield(self._gone)
+
+    def on_exit(self, call: Callable[[Exit], object]) -> None:
+        self._gone.add_done_callback(lambda gone: call(gone.result()))
+
+    async def pause(self) -> None:
+        await self._backend.freeze(self.plan.ulid, True)
+
+    async def resume(self) -> None:
+        await self._backend.freeze(self.plan.ulid, False)
+
+    async def usage(self) -> Usage:
+        return await self._backend.usage(self.plan)
+
+    async def stop(self, grace: float = 0.0) -> None:
+        if self._released:
+            return
+        self._stopping = True
+        if grace > 0 and not self._gone.done():
+            await self._backend.terminate(self.plan.ulid)
+            await asyncio.wait([self._gone], timeout=grace)
+        await self._backend.release(self.plan.ulid)
+        self._released = True
+        if not self._gone.done():
+            self._gone.set_result(Exit(reason=ExitReason.REQUESTED, wall_ts=time.time()))
+
+    def ended(self, ending: Exit) -> None:
+        if self._stopping and ending.signal == 9:  # ours; whatever it did by itself before that keeps its reason
+            ending = Exit(reason=ExitReason.REQUESTED, signal=9, wall_ts=ending.wall_ts)
+        if not self._gone.done():
+            self._gone.set_result(ending)
