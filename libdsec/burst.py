@@ -40,6 +40,7 @@ class Gathering:
         self.ledger = Ledger(len(specs))
         self.slices: list[Slice] = list(slices(specs))
         self.arrived: deque[Sandbox] = deque()
+        self.indices: dict[SandboxId, int] = {}
         self.news = asyncio.Event()
         self.fatal: DsecError | None = None
         self.until = asyncio.get_running_loop().time() + deadline
@@ -116,8 +117,7 @@ class Gathering:
         meaning = self.ledger.take(news)
         leases = self.client._leases
         if meaning.claims:
-            for sandbox in meaning.claims:
-                leases.claim([sandbox])
+            leases.claim(meaning.claims)
         if meaning.drops:
             leases.drop(meaning.drops)
         if self.ledger.closed:
@@ -127,6 +127,7 @@ class Gathering:
             spec = self.specs[ready.index]
             if spec.on_client_loss == "keep":
                 leases.claim([ready.id], keep=True)
+            self.indices[ready.id] = ready.index
             self.arrived.append(
                 Sandbox(
                     self.client,
@@ -247,11 +248,9 @@ class Burst:
 
     def index(self, sandbox: Sandbox) -> int:
         """The index of a ready sandbox of this burst: its place among the specs."""
-        if self._gathering is not None:
-            for index, ready in self._gathering.ledger.ready.items():
-                if ready.id == sandbox._id:
-                    return index
-        raise ValueError(f"{sandbox!r} is not of this burst")
+        if self._gathering is None or sandbox._id not in self._gathering.indices:
+            raise ValueError(f"{sandbox!r} is not of this burst")
+        return self._gathering.indices[sandbox._id]
 
     async def __aenter__(self) -> Self:
         self._client._wire.guard()

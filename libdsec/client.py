@@ -14,7 +14,7 @@ from dsec.bus.messages import ClusterView, Empty, Event, InfoReply, Lease, ListR
 from dsec.bus.subjects import Caller
 from dsec.bus.transport import Msg, Subscription
 from dsec.errors import DeadlineExceeded, DsecError, InvalidRequest, NotFound, SandboxGone, Unavailable, from_body
-from dsec.model import SandboxId, SandboxInfo, SandboxSpec, State, check_project, new_ulid
+from dsec.model import ExitReason, SandboxId, SandboxInfo, SandboxSpec, State, check_project, new_ulid
 from libdsec.burst import Burst, Gathering, create_one
 from libdsec.lease import LeaseKeeper
 from libdsec.plan import expand
@@ -356,7 +356,17 @@ class Client:
         if not repeat:
             return await self._wire.ask(subject, message, type_, timeout=timeout, transport=transport)
         what = f"the node of sandbox {sandbox}"
-        return await self._wire.ask_again(subject, message, type_, timeout=timeout, each=each, transport=transport, what=what)
+        try:
+            return await self._wire.ask_again(subject, message, type_, timeout=timeout, each=each, transport=transport, what=what)
+        except Unavailable:
+            await self._raise_if_lost(sandbox)
+            raise
+
+    async def _raise_if_lost(self, sandbox: SandboxId) -> None:
+        """A node that the Watcher has declared lost does not come back with its sandboxes: they are gone."""
+        view = await self._wire.view(timeout=0.5)
+        if view is not None and sandbox.edge in view.lost:
+            raise SandboxGone(f"has ended: its node {sandbox.edge} is lost", sandbox=str(sandbox), reason=ExitReason.NODE_LOST.value)
 
     async def _stop_all(self, sandboxes: Sequence[Sandbox]) -> None:
         """Stop many, a bounded number at a time. Cancelled or failed, the lease drops what is left."""

@@ -22,7 +22,7 @@ from dsec.bus.messages import (
     SignalRequest,
     StopRequest,
 )
-from dsec.errors import DeadlineExceeded, DsecError, InvalidRequest, NotFound, SandboxGone, Unavailable
+from dsec.errors import Busy, DeadlineExceeded, DsecError, InvalidRequest, NotFound, SandboxGone, Unavailable
 from dsec.model import ExecSpec, Exit, LayerRef, OpStatus, SandboxId, SandboxInfo, State
 from libdsec.files import Files
 from libdsec.results import ExecResult
@@ -38,6 +38,8 @@ T = TypeVar("T")
 
 WAITS = (1.0, 3.0, 10.0)  # seconds of the first long polls of an exec; short at first, so that a lost answer costs little
 GRACE = 30.0  # seconds after an exec's own deadline in which its result may still come
+BUSY_PATIENCE = 60.0  # seconds that a command waits for room on a node that is full
+LOST_AFTER = 5.0  # seconds of silence after which the Watcher's view is asked whether the node is lost
 PATIENCE = 120.0  # seconds of silence that an operation without a deadline bears
 INPUT_PIECE = 128 * 1024
 
@@ -241,10 +243,18 @@ class Sandbox:
             tries += 1
             try:
                 reply = await self._request("exec", request, ExecReply, timeout=wait + 3.0, repeat=False)
+            except Busy:
+                if loop.time() > heard + BUSY_PATIENCE:
+                    raise
+                await asyncio.sleep(pause * random.uniform(0.5, 1.0))
+                pause = min(pause * 2, LONGEST_PAUSE)
+                continue
             except (Unavailable, DeadlineExceeded) as error:
                 if not is_silence(error):
                     raise
                 now = loop.time()
+                if now > heard + LOST_AFTER:
+                    await self._check_lost()
                 if now > (until if until is not None else heard + PATIENCE):
                     raise unanswered(error, f"the node of sandbox {self.id}") from error
                 if error.reason == "disconnected":
@@ -258,6 +268,13 @@ class Sandbox:
             if until is not None and loop.time() > until:
                 await self._kill_quietly(op)
                 raise DeadlineExceeded("the command is past its time-out and has not ended", sandbox=self.id, reason="exec")
+
+    async def _check_lost(self) -> None:
+        try:
+            await self._client._raise_if_lost(self._id)
+        except SandboxGone as error:
+            self._ended(error.reason)
+            raise
 
     def _limit(self, spec: ExecSpec) -> float | None:
         """Seconds that the command may take, None where there is no limit or it is not known here."""

@@ -15,7 +15,7 @@ from dsec.bus.bus import Bus
 from dsec.bus.messages import ClusterView
 from dsec.bus.subjects import Caller
 from dsec.bus.transport import Msg, Subscription, Transport
-from dsec.errors import DeadlineExceeded, DsecError, InvalidRequest, Unavailable
+from dsec.errors import Busy, DeadlineExceeded, DsecError, InvalidRequest, Unavailable
 
 T = TypeVar("T")
 
@@ -31,6 +31,7 @@ E = TypeVar("E", bound=FromEdge)
 
 SILENCE = 10.0  # seconds that a request whose own time is longer still waits for somebody to be there
 FIRST_PAUSE, LONGEST_PAUSE = 0.05, 1.0
+LATE_MS = 3_000  # a node beats once a second
 
 
 class Views:
@@ -163,7 +164,7 @@ class Wire:
         transport: Transport | None = None,
         what: str = "",
     ) -> T:
-        """`ask`, repeated with jitter while nobody answers. Only for requests that may be repeated.
+        """`ask`, repeated with jitter while nobody answers or all are busy. Only for requests that may be repeated.
 
         Args:
             timeout: seconds for all attempts together.
@@ -178,6 +179,9 @@ class Wire:
             left = end - loop.time()
             try:
                 return await self.ask(subject, message, type_, timeout=max(0.05, min(each, left)), transport=transport)
+            except Busy:
+                if loop.time() + pause >= end:
+                    raise
             except (Unavailable, DeadlineExceeded) as error:
                 if not is_silence(error):
                     raise
@@ -207,19 +211,20 @@ class Wire:
         """
         view = await self.view()
         known = {node.edge for node in view.nodes} - set(view.lost) if view is not None else None
+        # Nobody waits for a node that has not been heard of for a while: it is named as silent, and its answer is still taken.
+        late = {name for name, age in view.ages_ms.items() if age > LATE_MS} if view is not None else set()
         if known is not None and not known:
             return [], []
         heard: set[str] = set()
 
         def complete(answer: E) -> bool:
             heard.add(answer.edge)
-            return known is not None and heard >= known
+            return known is not None and heard >= known - late
 
         subject = subjects.everyone(self.unit, verb, self.caller)
         # Without a Watcher nobody knows how many there are: two seconds are enough for those that are well.
-        answers, errors = await call.scatter(
-            self.guard(), subject, message, type_, timeout=timeout if known is not None else min(timeout, 2.0), expect=complete
-        )
+        wait = min(timeout, 2.0) if known is None or not known - late else timeout
+        answers, errors = await call.scatter(self.guard(), subject, message, type_, timeout=wait, expect=complete)
         if errors and not answers:
             raise errors[0]
         return answers, sorted((known or set()) - heard)
