@@ -22,6 +22,7 @@ from dsec.model import SandboxId, SandboxSpec, State, new_ulid
 if TYPE_CHECKING:
     from dsec.actors.edge import Edge
 
+ROUND = 64  # admissions between two looks of the loop at others: about 10 ms
 STARTING = (State.PENDING, State.CREATING)
 
 
@@ -77,18 +78,34 @@ class Intake:
             if not 0 <= number < len(request.specs):
                 raise NotFound("names a spec that the batch does not have", field="items.spec", value=number)
             resolved[number] = await self._resolve(request.specs[number])
-        for item in fresh:
-            # Nothing is awaited in here: what is admitted is in the ledger before anybody else is asked.
-            if (request.principal, request.project, request.burst, item.index) in edge.requests:
-                known.append((item.index, edge.requests[request.principal, request.project, request.burst, item.index]))
-                continue
-            outcome = self._admit(request, item, resolved[item.spec], now)
-            if isinstance(outcome, Refusal):
-                refused.append(outcome)
-            else:
-                new.append(outcome)
-        if new:
-            await self._record(request, new)
+        stored: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        try:
+            for done, item in enumerate(fresh):
+                if done % ROUND == ROUND - 1:
+                    await asyncio.sleep(0)  # a large batch must not hold the loop; each admission is whole in itself
+                ulid = edge.requests.get((request.principal, request.project, request.burst, item.index))
+                if ulid is not None:  # a repeat of this very batch came in between
+                    known.append((item.index, ulid))
+                    continue
+                outcome = self._admit(request, item, resolved[item.spec], now)
+                if isinstance(outcome, Refusal):
+                    refused.append(outcome)
+                else:
+                    new.append(outcome)
+                    self._inserts[outcome.record.ulid] = stored
+            await edge.store.insert([sandbox.record for sandbox in new])
+        except BaseException as error:
+            for sandbox in new:
+                self._forget(sandbox)
+            stored.set_exception(error if isinstance(error, DsecError) else NodeError("record not written", reason="store"))
+            stored.exception()
+            raise
+        finally:
+            for sandbox in new:
+                self._inserts.pop(sandbox.record.ulid, None)
+            if not stored.done():
+                stored.set_result(None)
+        self._enqueue(request, new)
         await self._known(request, known)
         accepted = [sandbox.record.index for sandbox in new] + [index for index, _ in known]
         return LaunchReply(edge=edge.name, accepted=tuple(accepted), refused=tuple(refused), load=edge.load())
@@ -168,25 +185,11 @@ class Intake:
         exclusive = edge.exclusive()
         return "isolation" if exclusive and exclusive != principal else ""
 
-    async def _record(self, request: LaunchRequest, new: list[Sandbox]) -> None:
-        """The intent is on disk before the first resource exists and before anybody is told."""
+    def _enqueue(self, request: LaunchRequest, new: list[Sandbox]) -> None:
+        """They are on disk, before their first resource exists and before anybody is told: now they may be launched."""
         edge = self.edge
-        stored: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        for sandbox in new:
-            self._inserts[sandbox.record.ulid] = stored
-        try:
-            await edge.store.insert([sandbox.record for sandbox in new])
-        except BaseException as error:
-            for sandbox in new:
-                self._forget(sandbox)
-            stored.set_exception(error if isinstance(error, DsecError) else NodeError("record not written", reason="store"))
-            stored.exception()
-            raise
-        finally:
-            for sandbox in new:
-                self._inserts.pop(sandbox.record.ulid, None)
-            if not stored.done():
-                stored.set_result(None)
+        if not new:
+            return
         placed = [Placed(index=sandbox.record.index, ulid=sandbox.record.ulid) for sandbox in new]
         edge.reporter.accepted(request.burst, request.inbox, placed, len(placed))
         for sandbox in new:
