@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import json
 import os
 import shutil
 import socket
@@ -284,8 +283,8 @@ class ContainerBackend:
             empty=f"{self._prefix}0" if is_crun else "",  # runc allows no mount inside /proc
             masked_directories=self._masked_directories,
         )
-        with open(f"{box}/config.json", "w") as file:
-            json.dump(config, file)
+        with open(f"{box}/config.json", "wb") as file:
+            file.write(msgspec.json.encode(config))
         procs = self._cgroups.create(plan.ulid, Limits(memory=memory_bytes(plan), cpus=plan.resources.cpus, pids=plan.resources.pids))
         path = self.socket_path(plan.ulid)
         with contextlib.suppress(FileNotFoundError):
