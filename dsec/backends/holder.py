@@ -95,6 +95,7 @@ class Holder:
         self.sandboxes: dict[str, Sandbox] = {}
         self.exits: dict[str, dict[str, Any]] = {}
         self.by_fd: dict[int, tuple[str, Sandbox]] = {}
+        self.programs: dict[tuple[str, int, int], int] = {}
         self.place = ""
         self.by_paths = False  # overlays are made by paths, and layers are attached in our namespace
         self.attached: dict[str, str] = {}
@@ -214,6 +215,8 @@ class Holder:
             raise Refused(f"{ulid} was launched already")
         if len(call.fds) != 1:
             raise Refused("a launch needs its listening socket")
+        argv = [str(word) for word in call["argv"]]
+        program = self._program(argv[argv.index("--") + 1])
         keys = [GUEST_LAYER, *call["lowers"]]
         missing = [key for key in keys if key not in self.layers]
         if missing:
@@ -224,10 +227,13 @@ class Holder:
         box.status = status
         # The lowest numbers are targets of dup2 in the child: everything is moved out of their way by asking for high copies.
         sources = [_high(call.fds[0]), _high(status_write), *(_high(self.layers[key]) for key in keys)]
+        if program >= 0:
+            sources.append(_high(program))
+            argv.insert(0, "-x")
         os.close(status_write)
         actions: list[tuple[Any, ...]] = [(os.POSIX_SPAWN_DUP2, source, LISTEN_FD + index) for index, source in enumerate(sources)]
         actions += [(os.POSIX_SPAWN_OPEN, fd, "/dev/null", os.O_RDWR, 0) for fd in (0, 1, 2)]
-        argv = [self.launcher, "-l", str(len(keys)), "-r", f"{self.place}/root", *call["argv"]]
+        argv = [self.launcher, "-l", str(len(keys)), "-r", f"{self.place}/root", *argv]
         try:
             box.launcher_pid = os.posix_spawn(
                 self.launcher, argv, call["env"], file_actions=actions, setsid=True, setsigmask=(), setsigdef=(signal.SIGPIPE,)
@@ -243,6 +249,26 @@ class Holder:
         self.sandboxes[ulid] = box
         self._watch(box.launcher, "launcher", box)
         return None
+
+    def _program(self, path: str) -> int:
+        """The runtime as a sealed memfd, made once; -1 where that cannot be. A runtime that finds itself in one needs no private copy of
+        itself (its guard against CVE-2019-5736) and no second start: a third of crun's time."""
+        try:
+            found = os.stat(path)
+            key = (path, found.st_mtime_ns, found.st_size)
+            if key not in self.programs:
+                with open(path, "rb") as file:
+                    data = file.read()
+                if data[:4] != b"\x7fELF":
+                    return -1
+                fd = os.memfd_create("runtime", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+                os.truncate(fd, len(data))
+                os.pwrite(fd, data, 0)
+                fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE)
+                self.programs[key] = fd
+            return self.programs[key]
+        except OSError:
+            return -1
 
     def op_find(self, call: Call) -> dict[str, Any]:
         """As `list` for one: ``found`` is null for what was never launched or is forgotten."""

@@ -9,6 +9,7 @@
  *     -o             the upper belongs to the namespace's ids on disk (kernels that cannot id-map this file system)
  *     -r ROOT        where the root is attached, an existing directory
  *     -p PREFIX      mount the overlay by paths PREFIX0, PREFIX1 ... (existing directories) instead of by descriptors
+ *     -x             the descriptor after the lowers is the runtime's program; its path is used where that cannot be executed
  *     -g FILE        a cgroup to join by writing 0 to this file (v1: tasks, v2: cgroup.procs); may be repeated
  *
  * Descriptor 3 is the sandbox's listening socket and goes on to the runtime; 4 is the status pipe: one line that says what
@@ -261,9 +262,9 @@ int main(int argc, char **argv) {
     unsigned base = 0, count = 0;
     const char *size = 0, *directory = 0, *device = 0, *root = 0, *prefix = 0;
     char *inodes = 0;
-    int descriptors = 0, own = 0, option;
+    int descriptors = 0, own = 0, program = -1, option;
     fcntl(STATUS_FD, F_SETFD, FD_CLOEXEC);
-    while ((option = getopt(argc, argv, "+l:u:t:d:b:or:p:g:")) != -1) switch (option) {
+    while ((option = getopt(argc, argv, "+l:u:t:d:b:oxr:p:g:")) != -1) switch (option) {
         case 'l': descriptors = atoi(optarg); break;
         case 'u':
             if (sscanf(optarg, "%u:%u", &base, &count) != 2) errno = EINVAL, fail("-u %s", optarg);
@@ -276,6 +277,7 @@ int main(int argc, char **argv) {
             break;
         case 'd': directory = optarg; break;
         case 'o': own = 1; break;
+        case 'x': program = 0; break;
         case 'b': device = optarg; break;
         case 'r': root = optarg; break;
         case 'p': prefix = optarg; break;
@@ -311,6 +313,12 @@ int main(int argc, char **argv) {
 
     /* 0 is the writer itself: in a v1 tasks file that skips the kernel's lock of all thread groups and its grace period. */
     for (int i = 0; i < cgroup_count; i++) write_file(cgroups[i], "0");
+    if (program >= 0) {
+        program = FIRST_LOWER + descriptors;
+        fcntl(program, F_SETFD, FD_CLOEXEC);
+        syscall(SYS_execveat, program, "", argv + optind, environ, AT_EMPTY_PATH);
+        close(program);
+    }
     execv(argv[optind], argv + optind);
     fail("execute %s", argv[optind]);
 }
