@@ -233,6 +233,8 @@ class Cluster:
         config = self._made(name if kind == "edge" else "up")
         tables: dict[str, dict[str, Any]] = msgspec.to_builtins(config)
         tables["scheduler"]["name"] = name if kind == "scheduler" else ""
+        if kind != "edge":
+            tables["edge"]["state_dir"] = str(self.dir / "watcher")  # its event spool; a Scheduler writes nothing
         path = self.dir / "log" / f"{name}.toml"
         path.write_text(configs.dump(configs.parse(tables)))
         env = {key: value for key, value in os.environ.items() if not (key.startswith(configs.ENV_PREFIX) and "__" in key)}
