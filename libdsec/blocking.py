@@ -13,7 +13,7 @@ import os
 import threading
 from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Self, TypeVar, Unpack
+from typing import Any, Literal, Self, TypeVar, Unpack
 
 import libdsec.client as aio
 from dsec.bus.messages import ClusterView, Event
@@ -302,6 +302,9 @@ class Process:
     @property
     def stderr(self) -> Iterator[bytes]:
         return _iterate(self._loop, self._process.stderr)
+
+    def lines(self, stream: Literal["stdout", "stderr"] = "stdout") -> Iterator[str]:
+        return _iterate(self._loop, self._process.lines(stream))
 
     def wait(self, timeout: float | None = None) -> ExecResult:
         return self._loop.run(self._process.wait(timeout))

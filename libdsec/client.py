@@ -9,6 +9,8 @@ from collections.abc import AsyncGenerator, Generator, Iterable, Mapping, Sequen
 from types import TracebackType
 from typing import Any, Literal, NoReturn, Self, TypeVar, Unpack
 
+import msgspec
+
 from dsec.bus import subjects
 from dsec.bus.messages import ClusterView, Empty, Event, InfoReply, Lease, ListReply, ManyReply, Selector
 from dsec.bus.subjects import Caller
@@ -256,6 +258,14 @@ class Client:
         if silent:
             self._wire.log.warning("client.nodes_silent", nodes=silent, verb="list")
         found = [info for reply in replies for info in reply.sandboxes]
+        todo = [reply for reply in replies if reply.more and reply.sandboxes]
+        while todo:  # an answer is one message: the rest of a node's list is asked for page by page
+            page = todo.pop()
+            rest = msgspec.structs.replace(selector, edge=page.edge, after=page.sandboxes[-1].id)
+            for reply in (await self._wire.everyone("list", rest, ListReply, timeout=MANY_TIMEOUT / 3))[0]:
+                if reply.edge == page.edge:
+                    found += reply.sandboxes
+                    todo += [reply] if reply.more and reply.sandboxes else []
         return sorted(found, key=lambda info: (info.created_ts, info.id))
 
     async def stop(self, labels: Mapping[str, str] | None = None, *, ids: Iterable[str] = (), everything: bool = False) -> Outcomes:
@@ -407,13 +417,9 @@ class Client:
 
     async def _take_up(self) -> None:
         """A named lease may hold sandboxes of an earlier client: find their Edges and renew there."""
-        replies, silent = await self._wire.everyone("list", Selector(), ListReply, timeout=5.0)
-        if silent:
-            self._wire.log.warning("client.nodes_silent", nodes=silent, verb="list")
-        for reply in replies:
-            mine = [SandboxId.parse(info.id) for info in reply.sandboxes if info.lease == self.lease]
-            if mine:
-                self._leases.claim(mine)
+        mine = [SandboxId.parse(info.id) for info in await self.list() if info.lease == self.lease]
+        if mine:
+            self._leases.claim(mine)
 
 
 class SandboxContext:

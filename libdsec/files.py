@@ -365,10 +365,12 @@ def _make_directory(path: Path) -> None:
 
 
 def _make_link(target: str, path: Path) -> None:
-    with contextlib.suppress(FileNotFoundError):
-        if path.is_symlink():
-            path.unlink()
-    os.symlink(target, path)
+    if path.is_symlink():
+        path.unlink()
+    try:
+        os.symlink(target, path)
+    except FileExistsError:
+        raise Conflict("is something else than a link already", field="target", value=str(path)) from None
 
 
 async def _written(flying: deque[tuple[int, asyncio.Task[FileReply]]]) -> None:

@@ -8,11 +8,13 @@ itself no longer keeps is told as a gap.
 from __future__ import annotations
 
 import asyncio
+import codecs
 import os
 import random
 import signal as signals
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal, Self
 
@@ -34,6 +36,7 @@ CREDIT = 8 << 20  # bytes that may be on the way to us or wait to be read
 TELL = 1 << 20  # bytes read after which the Edge is told at once
 TICK = 1.0  # seconds between repeats of the credit
 QUIET = 5.0  # seconds without output after which we ask again, in case the Edge has forgotten us; doubles up to a minute
+LONGEST_LINE = 1 << 20
 UNREAD = 1 << 20  # bytes kept of a stream that nobody reads while the other one is read
 
 
@@ -142,38 +145,58 @@ class Process:
         return self
 
     # ------------------------------------------------------------------ output
-    def __aiter__(self) -> AsyncIterator[OutputEvent]:
+    def __aiter__(self) -> AsyncGenerator[OutputEvent]:
         return self._events((0, 1))
 
     @property
-    def stdout(self) -> AsyncIterator[bytes]:
+    def stdout(self) -> AsyncGenerator[bytes]:
         """Standard output as bytes. While only one stream is read, the last MiB of the other is kept."""
         return self._bytes(0)
 
     @property
-    def stderr(self) -> AsyncIterator[bytes]:
+    def stderr(self) -> AsyncGenerator[bytes]:
         """Standard error as bytes."""
         return self._bytes(1)
+
+    async def lines(self, stream: Literal["stdout", "stderr"] = "stdout") -> AsyncGenerator[str]:
+        """Lines of one stream without their ends, decoded as UTF-8 with replacement; one longer than a MiB comes in parts."""
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        held = ""
+        async with aclosing(self._bytes(0 if stream == "stdout" else 1)) as pieces:
+            async for data in pieces:
+                *whole_lines, held = (held + decoder.decode(data)).split("\n")
+                for line in whole_lines:
+                    yield line
+                if len(held) > LONGEST_LINE:
+                    yield held
+                    held = ""
+        held += decoder.decode(b"", final=True)
+        if held:
+            yield held
 
     async def wait(self, timeout: float | None = None) -> ExecResult:
         """Its result. Output that nobody reads meanwhile is read and thrown away. Raises `TimeoutError` after ``timeout`` seconds."""
         self._entered()
-        async with asyncio.timeout(timeout):
-            while not self.ended:
-                self._draining = True
-                self._discard()
-                self._raise()
-                self._news.clear()
-                await self._news.wait()
+        self._draining = True
+        try:
+            async with asyncio.timeout(timeout):
+                while not self.ended:
+                    self._discard()
+                    self._raise()
+                    self._news.clear()
+                    await self._news.wait()
+        finally:
+            self._draining = False
         self._raise()
         assert self._status is not None
         return ExecResult.of(self._status)
 
-    async def _bytes(self, stream: int) -> AsyncIterator[bytes]:
-        async for event in self._events((stream,)):
-            yield event.data
+    async def _bytes(self, stream: int) -> AsyncGenerator[bytes]:
+        async with aclosing(self._events((stream,))) as events:
+            async for event in events:
+                yield event.data
 
-    async def _events(self, wanted: tuple[int, ...]) -> AsyncIterator[OutputEvent]:
+    async def _events(self, wanted: tuple[int, ...]) -> AsyncGenerator[OutputEvent]:
         self._entered()
         self._readers += 1
         try:

@@ -10,6 +10,7 @@ import asyncio
 import secrets
 import shlex
 from collections.abc import Mapping
+from contextlib import aclosing
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
@@ -125,14 +126,15 @@ class Session:
         try:
             async with asyncio.timeout(limit):
                 await self._process.write(line)
-                async for event in self._process:
-                    data, code = scanners[event.stream].feed(event.data)
-                    if event.stream not in codes:
-                        kept[event.stream].add(data)
-                    if code is not None:
-                        codes[event.stream] = code
-                        if len(codes) == 2:
-                            break
+                async with aclosing(aiter(self._process)) as events:
+                    async for event in events:
+                        data, code = scanners[event.stream].feed(event.data)
+                        if event.stream not in codes:
+                            kept[event.stream].add(data)
+                        if code is not None:
+                            codes[event.stream] = code
+                            if len(codes) == 2:
+                                break
         except TimeoutError:
             timed_out = True
             self._over = f"a command ran longer than {limit} s"

@@ -277,6 +277,9 @@ class Verbs:
                 and (not ids or f"{self.edge.name}-{record.ulid}" in ids)
                 and _labelled(record.spec.labels, selector.labels)
             ]
+        if selector.edge not in ("", self.edge.name):
+            rows = []
+        rows = sorted((row for row in rows if row.id > selector.after), key=lambda row: row.id)
         kept: list[SandboxInfo] = []
         size = 0
         for row in rows[: selector.limit]:

@@ -262,6 +262,8 @@ class Selector(Message, frozen=True, kw_only=True):
     stuck: bool = False
     stopped: bool = False  # list: also those that ended and are still remembered
     limit: int = 10_000
+    edge: str = ""  # list: only this Edge has something to say; with `after` it goes on with ids behind that one
+    after: str = ""
 
 
 class ListReply(Message, frozen=True, kw_only=True):

@@ -62,6 +62,8 @@ async def sandbox_api(sandbox: libdsec.Sandbox) -> None:
             assert_type(event.data, bytes)
         async for line in process.stdout:
             assert_type(line, bytes)
+        async for text in process.lines("stderr"):
+            assert_type(text, str)
         await process.write("text")
         await process.close_stdin()
         await process.signal("INT")
