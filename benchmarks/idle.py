@@ -14,6 +14,15 @@ KEYS = ("edge_rss_mib", "mib_per_sandbox")
 DEFAULTS = {"n": 200, "settle": 2.0}
 
 
+def charged(edge: str) -> int:
+    """Bytes that the kernel charges to all sandboxes of an Edge together (their memory cgroups' parent)."""
+    for file in (f"memory/dsec/{edge}/memory.usage_in_bytes", f"dsec/{edge}/memory.current"):
+        path = Path("/sys/fs/cgroup", file)
+        if path.exists():
+            return int(path.read_text())
+    return 0
+
+
 def available() -> int:
     """Bytes that new programs could have (MemAvailable)."""
     for line in Path("/proc/meminfo").read_text().splitlines():
@@ -35,12 +44,14 @@ async def run(options: Namespace) -> dict[str, object]:
             sandboxes = [sandbox async for sandbox in burst]
             await asyncio.gather(*(harness.answered(sandbox) for sandbox in sandboxes))
             await asyncio.sleep(options.settle)
+            group = charged(session.edge.name)
             after, edge_after = available(), session.edge_rss()
             stats = [await harness.answered(sandbox) for sandbox in sandboxes[:20]]
         return {
             "edge_rss_mib": harness.rounded(edge_after / harness.MIB, 1),
             "mib_per_sandbox": harness.rounded((before - after) / harness.MIB / len(sandboxes), 3),
             "n": len(sandboxes),
+            "charged_mib_per_sandbox": harness.rounded(group / harness.MIB / len(sandboxes), 3),
             "edge_rss_mib_empty": harness.rounded(edge_before / harness.MIB, 1),
             "exec_ms_p50_after": harness.rounded(harness.percentile(stats, 50)),
             "features": features,

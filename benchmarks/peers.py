@@ -189,12 +189,22 @@ class Docker:
         self.daemon: asyncio.subprocess.Process | None = None
         self.client: Any = None
         self.container: Any = None
+        self.group = f"dsec-peer-{os.getpid()}"
 
     async def open(self) -> None:
         import aiodocker
 
         arguments = ("--bridge", "none", "--iptables=false", "--ip6tables=false", "--ip-forward=false", "-H", self.url)
-        places = ("--data-root", f"{self.folder}/data", "--exec-root", f"{self.folder}/exec", "-p", f"{self.folder}/pid")
+        places = (
+            "--data-root",
+            f"{self.folder}/data",
+            "--exec-root",
+            f"{self.folder}/exec",
+            "-p",
+            f"{self.folder}/pid",
+            "--cgroup-parent",
+            f"/{self.group}",
+        )
         log = (self.folder / "log").open("wb")
         self.daemon = await asyncio.create_subprocess_exec("dockerd", *arguments, *places, stdout=log, stderr=log)
         log.close()
@@ -236,6 +246,9 @@ class Docker:
         if self.daemon is not None and self.daemon.returncode is None:
             self.daemon.terminate()
             await self.daemon.wait()
+        for hierarchy in Path("/sys/fs/cgroup").glob(f"*/{self.group}"):
+            with suppress(OSError):
+                hierarchy.rmdir()
 
 
 async def child(name: str, rootfs: Path) -> None:
