@@ -93,6 +93,7 @@ class Edge:
             self.requests[record.principal, record.project, record.burst, record.index] = record.ulid
             self.intake.slots.taken(record.slot)
             if record.state is State.STOPPED:
+                record.plan = b""
                 self.ended[record.ulid] = (record, Story(lines=[f"ended: {record.exit}"]))
             else:
                 live.append(record)
@@ -135,6 +136,7 @@ class Edge:
     def _take_up(self, record: Record, instance: Instance | None, fenced: bool, last: Exit | None, now: float) -> None:
         planner = self.host.planners.get(record.spec.backend) or next(iter(self.host.planners.values()))
         sandbox = Sandbox(self, self.name, record, _plan.decode(record.plan), planner.backend, record.slot)
+        record.plan = b""
         sandbox.story.add(f"adopted from {record.state} by {self.store.incarnation}")
         self.enter(sandbox)
         frozen = record.state in (State.PAUSED, State.PAUSING)

@@ -195,6 +195,7 @@ class Intake:
         for sandbox in new:
             self.queue.append(sandbox)
             edge.watch(sandbox)
+            edge.emit("created", sandbox.record)
         self._start_more()
 
     async def _known(self, request: LaunchRequest, known: list[tuple[int, str]]) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import signal
@@ -177,6 +178,10 @@ async def serve(kind: str, config: Config) -> None:
     async with _KINDS[kind](config) as actor:
         sys.stdout.write(msgspec.json.encode({"ready": kind, "name": actor.name, "pid": os.getpid()}).decode() + "\n")
         sys.stdout.flush()
+        # What lives from here on is short-lived messages: full collections are rare, and need not walk what was made at the start.
+        gc.collect()
+        gc.freeze()
+        gc.set_threshold(20_000, 20, 50)
         await over.wait()
         log.info("run.stopping", kind=kind, name=actor.name)
 

@@ -66,7 +66,7 @@ class Sandbox:
         self.slot = slot
         self.life = Life()
         self.story = Story()
-        self.mailbox = Mailbox()
+        self._mailbox: Mailbox | None = None
         self.clocks = Clocks(
             idle_s=record.spec.idle_timeout_ms / 1000,
             ttl_left_s=(record.ttl_left_ms or record.spec.ttl_ms) / 1000,
@@ -80,6 +80,13 @@ class Sandbox:
         self._waiters: list[asyncio.Future[None]] = []
         self._launching: asyncio.Task[None] | None = None
         self._releasing: asyncio.Task[None] | None = None
+
+    @property
+    def mailbox(self) -> Mailbox:
+        """Made when it is first needed: most sandboxes are never paused."""
+        if self._mailbox is None:
+            self._mailbox = Mailbox()
+        return self._mailbox
 
     # ------------------------------------------------------------------ the state machine
     @property

@@ -32,7 +32,7 @@ MIGRATIONS: tuple[tuple[str, ...], ...] = (
         "CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID",
         """CREATE TABLE sandbox (
             ulid TEXT PRIMARY KEY, burst TEXT NOT NULL, idx INTEGER NOT NULL, principal TEXT NOT NULL, project TEXT NOT NULL,
-            state TEXT NOT NULL, record BLOB NOT NULL, ended REAL NOT NULL DEFAULT 0
+            state TEXT NOT NULL, record BLOB NOT NULL, plan BLOB NOT NULL, ended REAL NOT NULL DEFAULT 0
         ) WITHOUT ROWID""",
         "CREATE UNIQUE INDEX sandbox_request ON sandbox (principal, project, burst, idx)",
         "CREATE INDEX sandbox_ended ON sandbox (ended) WHERE ended > 0",
@@ -41,7 +41,7 @@ MIGRATIONS: tuple[tuple[str, ...], ...] = (
 
 
 class Record(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """One sandbox as it stands on disk. ``plan`` is the LaunchPlan as msgpack, opaque here."""
+    """One sandbox as it stands on disk. ``plan`` is the LaunchPlan as msgpack, opaque here: written once, and then let go from memory."""
 
     ulid: str
     burst: str
@@ -88,7 +88,7 @@ class Store(Protocol):
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(Record).decode
-_INSERT = "INSERT INTO sandbox (ulid, burst, idx, principal, project, state, record, ended) VALUES (?, ?, ?, ?, ?, ?, ?, ?)"
+_INSERT = "INSERT INTO sandbox (ulid, burst, idx, principal, project, state, record, plan, ended) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)"
 _UPDATE = "UPDATE sandbox SET state = ?, record = ?, ended = ? WHERE ulid = ?"
 _Job = tuple[str, list[tuple[Any, ...]], "asyncio.Future[None] | None"]
 
@@ -114,7 +114,11 @@ class SqliteStore:
         return await opened
 
     async def insert(self, records: Iterable[Record]) -> None:
-        await self._do(_INSERT, [(r.ulid, r.burst, r.index, r.principal, r.project, r.state, _encode(r), r.ended_ts) for r in records])
+        rows = []
+        for r in records:
+            plan, r.plan = r.plan, b""
+            rows.append((r.ulid, r.burst, r.index, r.principal, r.project, r.state, _encode(r), plan, r.ended_ts))
+        await self._do(_INSERT, rows)
 
     async def update(self, record: Record) -> None:
         await self._do(_UPDATE, [_row(record)])
@@ -146,7 +150,11 @@ class SqliteStore:
         loop = cast(asyncio.AbstractEventLoop, self._loop)
         try:
             db = self._connect()
-            records = [_decode(row[0]) for row in db.execute("SELECT record FROM sandbox ORDER BY ulid")]
+            records = []
+            for blob, plan in db.execute("SELECT record, plan FROM sandbox ORDER BY ulid"):
+                record = _decode(blob)
+                record.plan = plan
+                records.append(record)
         except (Conflict, NodeError, OSError, sqlite3.Error, msgspec.MsgspecError) as error:
             self._unlock()
             ours = isinstance(error, Conflict | NodeError)

@@ -39,7 +39,7 @@ async def test_create_exec_stop(box: Box) -> None:
     assert not edge.ledger.held
     assert not box.nodes["n1"].guests
     kinds = [event.kind for event in box.events.events]
-    assert kinds == ["node_up", "running", "stopped"]
+    assert kinds == ["node_up", "created", "running", "stopped"]
 
 
 async def test_a_burst_over_two_edges_is_spread(box: Box) -> None:
