@@ -16,6 +16,7 @@
 #include <sys/prctl.h>
 #include <sys/signalfd.h>
 #include <sys/socket.h>
+#include <sys/syscall.h>
 #include <sys/wait.h>
 #include <time.h>
 #include <unistd.h>
@@ -85,8 +86,15 @@ static void loop(struct watch *signals, bool trust_any_peer) {
     }
 }
 
+/* Commands inherit what is ignored here. glibc's posix_spawn leaves 32 and 33 ignored, which sigaction(3) refuses to touch. */
+static void default_signals(void) {
+    static const unsigned char zeros[64]; /* struct kernel_sigaction: SIG_DFL, no flags, empty mask */
+    for (int signum = 1; signum <= 64; signum++) syscall(SYS_rt_sigaction, signum, zeros, NULL, 8);
+}
+
 int main(int argc, char **argv) {
     prctl(PR_SET_DUMPABLE, 0, 0, 0, 0);
+    default_signals();
     bool trust_any_peer = false;
     for (int i = 1; i < argc; i++) {
         bool value = i + 1 < argc;
