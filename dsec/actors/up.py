@@ -38,11 +38,12 @@ _libc = ctypes.CDLL(None, use_errno=True)
 class Child:
     """One actor process."""
 
-    def __init__(self, kind: str, name: str, env: dict[str, str], log_path: Path) -> None:
+    def __init__(self, kind: str, name: str, env: dict[str, str], log_path: Path, death: int = signal.SIGKILL) -> None:
         self.kind = kind
         self.name = name
         self.env = env
         self.log_path = log_path
+        self.death = death  # the signal that it gets when the parent dies
         self.process: asyncio.subprocess.Process | None = None
         self.ready: dict[str, Any] = {}
 
@@ -56,10 +57,10 @@ class Child:
 
     async def start(self, timeout: float = 30.0) -> None:
         """Until it serves. Raises `NodeError` with the end of its log."""
-        parent = os.getpid()
+        parent, death = os.getpid(), self.death
 
         def die_with_parent() -> None:
-            _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+            _libc.prctl(_PR_SET_PDEATHSIG, death, 0, 0, 0)
             if os.getppid() != parent:
                 os._exit(1)
 
@@ -239,7 +240,9 @@ class Cluster:
         path.write_text(configs.dump(configs.parse(tables)))
         env = {key: value for key, value in os.environ.items() if not (key.startswith(configs.ENV_PREFIX) and "__" in key)}
         env[configs.ENV_FILE] = str(path)
-        return Child(kind, name, env, self.dir / "log" / f"{name}.log")
+        # An Edge that is to stop its sandboxes does so even when this process is killed: they are not its children, so they would live on.
+        death = signal.SIGTERM if kind == "edge" and self._stop_sandboxes else signal.SIGKILL
+        return Child(kind, name, env, self.dir / "log" / f"{name}.log", death)
 
 
 async def up(config: Config, *, ready_file: str = "") -> int:

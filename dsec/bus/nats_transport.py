@@ -298,7 +298,10 @@ class NatsTransport:
         except (nats_errors.Error, OSError) as error:
             self.events.emit("error", f"close: {error}")
         finally:
-            await client.close()
+            try:
+                await client.close()
+            except (RuntimeError, OSError) as error:  # nats-py flushes what is pending into a connection that may be dead already
+                self.events.emit("error", f"close: {error}")
             client.fail_asks(lambda _: Unavailable("this connection was closed", reason="closed"))
 
 
