@@ -11,13 +11,13 @@ import random
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 from dsec.bus import codec, subjects
 from dsec.bus.messages import BurstNews, CreateAck, CreateRequest, Empty, Failed, InfoReply, ReadyItem
 from dsec.bus.transport import Msg
-from dsec.errors import BurstError, DeadlineExceeded, DsecError, SandboxGone, to_body
-from dsec.model import SandboxId, SandboxSpec, State, new_ulid
+from dsec.errors import BurstError, DeadlineExceeded, DsecError, NodeError, SandboxGone, to_body
+from dsec.model import ExitReason, SandboxId, SandboxSpec, State, new_ulid
 from libdsec.plan import Ledger, Slice, slices
 from libdsec.sandbox import Sandbox
 from libdsec.wire import SILENCE, is_silence, unanswered
@@ -30,6 +30,14 @@ LOOK_AFTER = 5.0  # seconds without news after which we ask: news travel at most
 LOOK_AT = 64  # sandboxes looked at in one round
 
 
+class Part(NamedTuple):
+    """A slice with the burst id and number under which it is sent."""
+
+    burst: str
+    number: int
+    slice: Slice
+
+
 class Gathering:
     """One create under way: sends the slices, hears the news, keeps the ledger."""
 
@@ -38,7 +46,8 @@ class Gathering:
         self.specs = specs
         self.burst = new_ulid()
         self.ledger = Ledger(len(specs))
-        self.slices: list[Slice] = list(slices(specs))
+        self.parts: list[Part] = [Part(self.burst, number, part) for number, part in enumerate(slices(specs))]
+        self._again: set[int] = set()  # indices that were placed a second time
         self.arrived: deque[Sandbox] = deque()
         self.indices: dict[SandboxId, int] = {}
         self.news = asyncio.Event()
@@ -52,42 +61,41 @@ class Gathering:
     def begin(self) -> None:
         """Starts at once and waits for nothing."""
         self.client._gatherings[self.burst] = self
-        self._spawn(self._send(range(len(self.slices))))
+        self._spawn(self._send(self.parts))
         self._spawn(self._look())
 
     def _spawn(self, work: object) -> None:
         task = asyncio.ensure_future(work)  # type: ignore[call-overload]
         self._tasks.append(task)
 
-    async def _send(self, numbers: Sequence[int]) -> None:
+    async def _send(self, parts: Sequence[Part]) -> None:
         """Slices one after the other in the order of their indices, a few of them unacknowledged at a time."""
         gate = asyncio.Semaphore(8)
 
-        async def one(number: int) -> None:
+        async def one(part: Part) -> None:
             async with gate:
-                await self._send_slice(number)
+                await self._send_part(part)
 
         try:
-            await asyncio.gather(*(one(number) for number in numbers))
+            await asyncio.gather(*(one(part) for part in parts))
         except DsecError as error:
             self.fatal = error
             self.news.set()
 
-    async def _send_slice(self, number: int) -> None:
+    async def _send_part(self, part: Part) -> None:
         loop = asyncio.get_running_loop()
         wire = self.client._wire
         subject = subjects.api(wire.unit, "create", wire.caller)
         silent_until = min(self.until, loop.time() + SILENCE)
         pause = 0.05
-        part = self.slices[number]
         while not self.ledger.closed:
             left = self.until - loop.time()
             request = CreateRequest(
-                burst=self.burst,
-                slice=number,
-                specs=part.specs,
-                items=part.items,
-                inbox=self.client._inbox_of(self.burst),
+                burst=part.burst,
+                slice=part.number,
+                specs=part.slice.specs,
+                items=part.slice.items,
+                inbox=self.client._inbox_of(part.burst),
                 deadline_ms=max(1, int(left * 1000)),
                 lease=self.client._leases.lease,
             )
@@ -138,12 +146,34 @@ class Gathering:
                     exec_timeout=spec.exec_timeout_ms / 1000,
                 )
             )
+        again = []
         for index in meaning.failed:
             owner = self.ledger.owner[index]
             if owner is not None:
                 leases.drop([owner])
+            if self._worth_another(index):
+                self.ledger.reopen(index)
+                again.append(index)
+        if again:
+            self._place_again(again)
         if meaning.ready or meaning.failed:
             self.news.set()
+
+    def _worth_another(self, index: int) -> bool:
+        """A node that failed to launch it (its Edge restarted, a mount failed) says nothing about the others: once more, somewhere."""
+        error = self.ledger.errors[index]
+        left = self.until - asyncio.get_running_loop().time()
+        launch = isinstance(error, NodeError) or (isinstance(error, SandboxGone) and error.reason == ExitReason.LAUNCH_FAILED)
+        return launch and self.ledger.owner[index] is not None and index not in self._again and left > 1.0
+
+    def _place_again(self, indices: list[int]) -> None:
+        """Under a new burst id, since the old one names what has failed."""
+        self._again.update(indices)
+        burst = new_ulid()
+        self.client._gatherings[burst] = self
+        parts = [Part(burst, number, part) for number, part in enumerate(slices(self.specs, indices))]
+        self.parts += parts
+        self._spawn(self._send(parts))
 
     def reconnected(self) -> None:
         """News of the time without connection are lost: look soon."""
@@ -164,9 +194,9 @@ class Gathering:
             if unplaced and loop.time() >= resend_at:
                 resend_at = loop.time() + 2 * LOOK_AFTER
                 again = [
-                    number
-                    for number, part in enumerate(self.slices)
-                    if any(not unplaced.isdisjoint(range(item.first, item.first + item.count)) for item in part.items)
+                    part
+                    for part in self.parts
+                    if any(not unplaced.isdisjoint(range(item.first, item.first + item.count)) for item in part.slice.items)
                 ]
                 await self._send(again)
 

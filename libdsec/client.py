@@ -408,7 +408,8 @@ class Client:
 
     def _retire(self, gathering: Gathering) -> None:
         """Late answers of a create that ended are still dropped for a while."""
-        asyncio.get_running_loop().call_later(AFTERTHOUGHT, self._gatherings.pop, gathering.burst, None)
+        for burst in {part.burst for part in gathering.parts}:
+            asyncio.get_running_loop().call_later(AFTERTHOUGHT, self._gatherings.pop, burst, None)
 
     def _reconnected(self) -> None:
         self._leases.renew_now()

@@ -102,6 +102,7 @@ class Ledger:
         self.owner: list[SandboxId | None] = [None] * n
         self.ready: dict[int, Ready] = {}
         self.errors: dict[int, DsecError] = {}
+        self.spent: set[SandboxId] = set()  # failed, and their index was placed again: nothing is heard of them any more
         self.closed = False  # cancelled, or past its deadline: whatever still arrives is dropped
 
     @property
@@ -137,6 +138,8 @@ class Ledger:
         if not 0 <= index < self.n:
             meaning.drops.append(sandbox)
             return False
+        if sandbox in self.spent:
+            return False
         owner = self.owner[index]
         if owner == sandbox:
             if index in self.errors:
@@ -151,7 +154,7 @@ class Ledger:
         return True
 
     def _fail(self, index: int, sandbox: SandboxId | None, error: DsecError, meaning: Meaning) -> None:
-        if not 0 <= index < self.n or index in self.errors or index in self.ready:
+        if not 0 <= index < self.n or index in self.errors or index in self.ready or sandbox in self.spent:
             return
         owner = self.owner[index]
         # A refusal or the failure of a competitor says nothing about the one that holds the index.
@@ -161,6 +164,14 @@ class Ledger:
             error.sandbox = str(sandbox)
         self.errors[index] = error
         meaning.failed.append(index)
+
+    def reopen(self, index: int) -> SandboxId | None:
+        """A failed index is wanted all the same. Returns the sandbox that failed."""
+        del self.errors[index]
+        owner, self.owner[index] = self.owner[index], None
+        if owner is not None:
+            self.spent.add(owner)
+        return owner
 
     def close(self, error: DsecError) -> list[SandboxId]:
         """Nothing more is wanted: unsettled indices fail with ``error``. Returns the sandboxes to drop, the ready ones not among them."""

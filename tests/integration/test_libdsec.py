@@ -19,6 +19,8 @@ import pytest_asyncio
 
 import libdsec
 import libdsec.blocking
+import libdsec.client
+from dsec.bus.messages import Selector
 from libdsec import (
     BurstError,
     Client,
@@ -258,6 +260,26 @@ async def test_c07_bulk_stop_by_label(dsec: Client) -> None:
     assert [result.ok for result in again] == [True, False]
     with pytest.raises(InvalidRequest):
         await dsec.stop()
+
+
+async def test_long_lists_come_in_pages(dsec: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node's list that does not fit one message is fetched whole, each sandbox once, the ended ones too."""
+    made = await dsec.create_many(libdsec.spec("img", **FAKE), 20)
+    await made[0].stop()
+    monkeypatch.setattr(libdsec.client, "_selector", lambda *_, **more: Selector(limit=7, stopped=more.get("stopped", False)))
+    for stopped, count in ((False, 19), (True, 20)):
+        found = [info.id for info in await dsec.list(stopped=stopped)]
+        assert len(found) == len(set(found)) == count
+
+
+async def test_lines_are_decoded_as_they_come(dsec: Client) -> None:
+    """Text comes by lines, whatever the pieces; what is no UTF-8 is replaced, not raised."""
+    async with dsec.sandbox("img", **FAKE) as sb, sb.start("cat") as process:
+        await process.write("ü\nzwei".encode()[:1])
+        await process.write("ü\nzwei".encode()[1:])
+        await process.write(b"\xff\n\nlast")
+        await process.close_stdin()
+        assert [line async for line in process.lines()] == ["ü", "zwei\ufffd", "", "last"]
 
 
 async def test_events(dsec: Client) -> None:

@@ -214,6 +214,18 @@ def test_after_the_end_everything_is_dropped() -> None:
     assert ledger.settled
 
 
+def test_a_reopened_index_hears_no_more_of_what_failed() -> None:
+    """An index that is placed again takes the next sandbox, whatever late news say of the first."""
+    ledger = Ledger(1)
+    ledger.take(news("accepted", 0, "n1", A))
+    assert ledger.take(news("failed", 0, "n1", A)).failed == [0]
+    assert ledger.reopen(0) == SandboxId("n1", A)
+    assert ledger.take(news("failed", 0, "n1", A)).failed == []
+    assert ledger.take(news("accepted", 0, "n1", A)).claims == []
+    assert ledger.take(news("accepted", 0, "n2", B)).claims == [SandboxId("n2", B)]
+    assert [ready.id for ready in ledger.take(news("ready", 0, "n2", B)).ready] == [SandboxId("n2", B)]
+
+
 @given(st.lists(st.tuples(st.sampled_from(["accepted", "ready", "failed"]), st.integers(0, 2), st.sampled_from("ab")), max_size=30))
 def test_every_sandbox_is_claimed_or_dropped_never_both(story: list[tuple[str, int, str]]) -> None:
     """Whatever order the news come in, each sandbox that was heard of is the claimed one of its index or is dropped."""
