@@ -70,14 +70,14 @@ class Pump:
         try:
             async for chunk in stream:
                 view = memoryview(chunk.data)
-                for at in range(0, len(view), codec.CHUNK):
-                    part = view[at : at + codec.CHUNK]
-                    if sent + len(part) > self._credit and not await self._more(sent + len(part)):
+                at = 0
+                while at < len(view):
+                    if self._closed or (sent >= self._credit and not await self._more(sent + 1)):
                         return False
-                    if self._closed:
-                        return False
-                    sent += len(part)
+                    part = view[at : at + min(codec.CHUNK, self._credit - sent)]
                     await self._send(OutputChunk(reader=self.reader, stream=chunk.stream, offset=chunk.offset + at, data=part))  # type: ignore[arg-type]
+                    at += len(part)
+                    sent += len(part)
         finally:
             close = getattr(stream, "aclose", None)  # an async generator has it, the protocol's iterator need not
             if close is not None:
