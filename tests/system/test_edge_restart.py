@@ -35,7 +35,7 @@ async def test_50_live_through_kill_9_of_their_edge(state_dir: Path, edge_name: 
         async def follow() -> None:
             async with handles[1].start(command) as process:
                 async for event in process:
-                    followed.append(event.data)  # noqa: PERF401 - as they arrive
+                    followed.append(event.data)
 
         following = asyncio.create_task(follow())
         await asyncio.sleep(1.0)
