@@ -16,6 +16,7 @@ from dsec.errors import (
     Unsupported,
 )
 from dsec.model import Exit, ExitReason, SandboxInfo, SandboxSpec, Stat, State
+from libdsec import blocking
 from libdsec.burst import Burst
 from libdsec.client import Client, connect
 from libdsec.files import Files
@@ -57,6 +58,7 @@ __all__ = [
     "State",
     "Unavailable",
     "Unsupported",
+    "blocking",
     "connect",
     "spec",
 ]
