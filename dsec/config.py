@@ -97,6 +97,21 @@ class ContainerConfig(Room, frozen=True):
     userns: Annotated[bool, Meta(description="user namespaces for all sandboxes")] = True
 
 
+class NetworkConfig(Room, frozen=True):
+    ipv4_range: Annotated[str, Meta(description="private addresses of open sandboxes; each Edge takes a free block")] = (
+        "10.208.0.0/12"
+    )
+    ipv4_block: Annotated[int, Meta(ge=8, le=29, description="prefix length of an Edge's block; /18 has room for 16,381 sandboxes")] = 18
+    ipv6: Annotated[bool, Meta(description="IPv6 for open sandboxes, where the node forwards it")] = True
+    ipv6_prefix: Annotated[str, Meta(description="a /64 for open sandboxes; empty = a unique local one made from the Edge's name")] = ""
+    deny: Annotated[
+        tuple[str, ...], Meta(description="networks that no sandbox reaches, beside node, sandboxes, metadata and bus")
+    ] = ()
+    upstreams: Annotated[tuple[str, ...], Meta(description="resolvers, ADDRESS or ADDRESS@PORT; empty = those of /etc/resolv.conf")] = ()
+    connections: Annotated[int, Meta(ge=1, le=1_000_000, description="connections of a sandbox at one time")] = 4_096
+    mtu: Annotated[int, Meta(ge=0, le=65_535, description="MTU of sandboxes' interfaces; 0 = that of the node's way out")] = 0
+
+
 class LayersConfig(Room, frozen=True):
     store_dir: Annotated[str, Meta(description="layer store of this node; empty = <edge.state_dir>/layers")] = ""
 
@@ -120,6 +135,7 @@ class Config(Room, frozen=True):
     edge: EdgeConfig = EdgeConfig()
     fake: FakeConfig = FakeConfig()
     container: ContainerConfig = ContainerConfig()
+    network: NetworkConfig = NetworkConfig()
     layers: LayersConfig = LayersConfig()
     up: UpConfig = UpConfig()
     log: LogConfig = LogConfig()

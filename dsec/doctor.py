@@ -23,6 +23,7 @@ import msgspec
 from dsec import doctor_probes as probes
 from dsec import syscalls
 from dsec.layers import probe as stacking
+from dsec.security import nft
 
 Status = Literal["ok", "fallback", "missing"]
 
@@ -459,6 +460,27 @@ def _bpf() -> Answer:
     if refused:
         return "missing", "; ".join(f"{name}: {words}" for name, words in refused.items())
     return "ok", ", ".join(probes.BPF_TYPES)
+
+
+@_check("nft", 'network="open" is refused', "apt-get install nftables")
+def _nft() -> Answer:
+    path, version = probes.version_of("nft", "--version")
+    return ("ok", version or path) if path else ("missing", "not installed")
+
+
+@_check("network", 'network="open" is refused', "sysctl -w net.ipv4.ip_forward=1")
+def _network() -> Answer:
+    if why := nft.trouble():
+        return "missing", why
+    if why := nft.firewall_trouble():
+        return "fallback", f"open sandboxes reach nothing: {why}"
+    return "ok", "nftables, and IPv4 is forwarded"
+
+
+@_check("ipv6", "open sandboxes have IPv4 only", "sysctl -w net.ipv6.conf.all.forwarding=1")
+def _ipv6() -> Answer:
+    why = nft.trouble6()
+    return ("fallback", why) if why else ("ok", "IPv6 is forwarded")
 
 
 _tried(

@@ -17,6 +17,7 @@ import msgspec
 
 from dsec.errors import NodeError
 from dsec.model import ExecSpec, Exit, FileReply, FileRequest, LayerRef, OpStatus, Qos, Resources, Usage
+from dsec.security.network import Wiring
 
 
 class Undone(NodeError):
@@ -79,6 +80,7 @@ class LaunchPlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     workdir: str = ""
     user: str = ""
     network: str = "none"
+    wiring: Wiring | None = None  # its interface and addresses, for network="open"
     mounts: tuple[Mount, ...] = ()
     capabilities: tuple[str, ...] = ()
     seccomp: str = "default"  # name of a profile in dsec/security/seccomp.py; "" = none

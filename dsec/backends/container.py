@@ -28,8 +28,10 @@ from dsec.backends import disk, runtime
 from dsec.backends.base import Capabilities, LaunchPlan, Undone
 from dsec.backends.holder_client import HolderClient
 from dsec.backends.instance import ContainerInstance, End
+from dsec.backends.network import TOP, OpenNetwork
 from dsec.backends.plan import MASKED, Node, memory_bytes
 from dsec.backends.render import GUEST_PATH, render
+from dsec.config import NetworkConfig
 from dsec.errors import DsecError, NodeError, Unavailable
 from dsec.layers.mounts import LayerMount
 from dsec.model import Exit, ExitReason, Usage
@@ -60,6 +62,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     launcher: str = ""  # paths of the static programs; "" = the package's own, built when absent
     guest: str = ""
     holder_linger: float = 30.0
+    network: NetworkConfig = NetworkConfig()
+    bus: tuple[tuple[str, int], ...] = ()  # addresses and ports that no sandbox may reach
 
 
 class ContainerBackend:
@@ -74,6 +78,7 @@ class ContainerBackend:
         self._sandboxes = f"{state}/sandboxes"
         self._run = runtime.socket_dir(state)
         self._holder = HolderClient(f"{self._run}/holder", on_exit=self._on_exit, on_lost=self._on_lost)
+        self.network = OpenNetwork(options.network, options.edge, state, self._run, options.bus, options.holder_linger)
         self._instances: dict[str, ContainerInstance] = {}
         self._launching: set[str] = set()
         self._ends: dict[str, End] = {}
@@ -115,6 +120,9 @@ class ContainerBackend:
         modes, lacking = await asyncio.to_thread(disk.modes)
         missing |= lacking
         self._mappable = await asyncio.to_thread(disk.mappable, opts.state_dir) if userns else frozenset()
+        await self.network.look()
+        if self.network.missing:
+            missing["network"] = self.network.missing
         self.node = Node(
             edge=opts.edge,
             state_dir=opts.state_dir,
@@ -123,6 +131,8 @@ class ContainerBackend:
             userns_missing=why,
             disk_modes=modes,
             seccomp=seccomp.available(),
+            net=self.network.block,
+            net_missing=self.network.missing,
         )
         self.capabilities = Capabilities(name="container", pause=True, tty=True, userns=userns, disk_limit=True, missing=missing)
 
@@ -157,6 +167,7 @@ class ContainerBackend:
             await instance.link.close()
         if self._tasks:
             await asyncio.wait(list(self._tasks))
+        await self.network.close()
         self._holder.close()
         self._makers.shutdown(wait=False)
         self._breakers.shutdown(wait=False)
@@ -167,6 +178,7 @@ class ContainerBackend:
         with contextlib.suppress(Unavailable):
             if self._holder.connected:
                 await self._holder.request("quit", force=False)
+        await self.network.shutdown()
         await self.close()
         await asyncio.to_thread(self._cgroups.close)
 
@@ -174,6 +186,8 @@ class ContainerBackend:
 
     async def prepare(self, plan: LaunchPlan) -> None:
         await self._ensure_holder()
+        if plan.wiring is not None:
+            await self.network.up()
         for layer in plan.lowers:
             await self._mount_layer(layer.digest)
 
@@ -220,7 +234,7 @@ class ContainerBackend:
                 finally:
                     listener.close()
                 instance = self._instance(plan, pid)
-                await self._answers(instance)
+                await self._ready(instance)
                 return instance
             except BaseException as error:
                 self._instances.pop(plan.ulid, None)
@@ -252,6 +266,7 @@ class ContainerBackend:
             fds=(listener.fileno(),),
             ulid=plan.ulid,
             lowers=[layer.digest for layer in plan.lowers],
+            top=f"{box}/{TOP}" if self._network_layer(plan) else "",
             argv=argv,
             env={"PATH": os.environ.get("PATH", "/usr/sbin:/usr/bin:/sbin:/bin")},
             pidfile=f"{box}/pid",
@@ -270,6 +285,8 @@ class ContainerBackend:
             os.makedirs(f"{box}/disk", mode=0o700, exist_ok=True)
         elif plan.disk_mode == "loop":
             disk.make_ext4(f"{box}/disk", plan.resources.disk, plan.resources.inodes)
+        if self._network_layer(plan):
+            self.network.write_layer(plan)
         profile = seccomp.profile(plan.seccomp) if plan.seccomp else None
         is_crun = os.path.basename(self._runtime) == "crun"
         config = render(
@@ -318,6 +335,22 @@ class ContainerBackend:
         if (end := self._ends.get(plan.ulid)) is not None and end.seen.is_set():
             self._spawn(self._tell(instance, end.status))
         return instance
+
+    async def _ready(self, instance: ContainerInstance) -> None:
+        """Until it answers and has its network; both have ended when this raises."""
+        if instance.plan.wiring is None:
+            await self._answers(instance)
+            return
+        results = await asyncio.gather(self._answers(instance), self.network.wire(instance.plan, instance.pid), return_exceptions=True)
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
+        if not self._network_layer(instance.plan):
+            await self.network.write_inside(instance.plan, instance.link)
+
+    def _network_layer(self, plan: LaunchPlan) -> bool:
+        """Whether /etc/resolv.conf and its like come as a layer; the directory must be id-mapped for it."""
+        return plan.wiring is not None and (plan.idmap is None or "dir" in self._mappable)
 
     async def _answers(self, instance: ContainerInstance) -> None:
         """Until Aether answers, or its sandbox ends, or `READY_TIMEOUT`."""
@@ -394,6 +427,7 @@ class ContainerBackend:
     async def _release(self, ulid: str) -> None:
         await self._ensure_holder()
         end = self._ends.setdefault(ulid, End())
+        unwired = self._unwire(ulid)
         await self._in(self._breakers, self._cgroups.kill, ulid)
         if (await self._holder.request("kill", ulid=ulid))["live"]:
             try:
@@ -404,8 +438,18 @@ class ContainerBackend:
         if instance is not None:
             await instance.link.close()
         await self._in(self._breakers, self._remove, ulid)
+        if unwired is not None:
+            await unwired
         await self._holder.request("forget", ulids=[ulid])
         self._ends.pop(ulid, None)
+
+    def _unwire(self, ulid: str) -> asyncio.Task[None] | None:
+        """Beside the kill, for it takes as long; None where there is no network to take away."""
+        instance = self._instances.get(ulid)
+        wiring = instance.plan.wiring if instance is not None else None
+        if not self.network.active or (instance is not None and wiring is None):
+            return None
+        return self._spawn(self.network.unwire(ulid, wiring))
 
     def _remove(self, ulid: str) -> None:
         """Cgroups, socket and directory (in a thread)."""
@@ -460,6 +504,8 @@ class ContainerBackend:
         if not pid:
             self._ends.pop(plan.ulid, None)
             return None
+        if plan.wiring is not None:
+            await self.network.adopt(plan)
         return self._instance(plan, pid)
 
     async def last_exit(self, ulid: str) -> Exit | None:
@@ -483,6 +529,7 @@ class ContainerBackend:
         found = set(await self._holder.listing())
         found |= await self._in(self._breakers, self._cgroups.names)
         found |= set(await self._in(self._breakers, os.listdir, self._sandboxes))
+        found |= await self.network.strays(known | self._launching | self._instances.keys())
         strays = sorted(found - known - self._launching - self._instances.keys())
         results = await asyncio.gather(*(self.release(ulid) for ulid in strays), return_exceptions=True)
         for result in results:

@@ -218,22 +218,29 @@ class Holder:
         argv = [str(word) for word in call["argv"]]
         program = self._program(argv[argv.index("--") + 1])
         keys = [GUEST_LAYER, *call["lowers"]]
+        top = call.message.get("top", "")  # a directory of the sandbox's own above them
         missing = [key for key in keys if key not in self.layers]
         if missing:
             raise Refused(f"layers are not mounted: {', '.join(missing)}")
+        layers = [self.layers[key] for key in keys]
+        above = os.open(top, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC) if top else -1
+        if top:
+            layers.insert(0, above)
         box = Sandbox(ulid)
         box.pidfile = call["pidfile"]
         status, status_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         box.status = status
         # The lowest numbers are targets of dup2 in the child: everything is moved out of their way by asking for high copies.
-        sources = [_high(call.fds[0]), _high(status_write), *(_high(self.layers[key]) for key in keys)]
+        sources = [_high(call.fds[0]), _high(status_write), *(_high(fd) for fd in layers)]
         if program >= 0:
             sources.append(_high(program))
             argv.insert(0, "-x")
         os.close(status_write)
+        if top:
+            os.close(above)
         actions: list[tuple[Any, ...]] = [(os.POSIX_SPAWN_DUP2, source, LISTEN_FD + index) for index, source in enumerate(sources)]
         actions += [(os.POSIX_SPAWN_OPEN, fd, "/dev/null", os.O_RDWR, 0) for fd in (0, 1, 2)]
-        argv = [self.launcher, "-l", str(len(keys)), "-r", f"{self.place}/root", *argv]
+        argv = [self.launcher, "-l", str(len(layers)), "-r", f"{self.place}/root", *argv]
         try:
             box.launcher_pid = os.posix_spawn(
                 self.launcher, argv, call["env"], file_actions=actions, setsid=True, setsigmask=(), setsigdef=(signal.SIGPIPE,)

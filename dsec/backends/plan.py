@@ -16,6 +16,7 @@ import msgspec
 from dsec.backends.base import IdMap, LaunchPlan, Mount
 from dsec.errors import InvalidRequest, Unsupported
 from dsec.model import MIB, LayerRef, SandboxId, SandboxSpec
+from dsec.security.network import Block
 
 IDMAP_BASE = 100_000
 IDMAP_COUNT = 65_536
@@ -107,6 +108,8 @@ class Node(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     disk_modes: tuple[str, ...] = ("tmpfs", "dir")
     seccomp: bool = True
     arch: str = platform.machine()
+    net: Block | None = None  # addresses for open sandboxes
+    net_missing: str = ""  # why there are none
 
 
 def make_plan(
@@ -142,6 +145,11 @@ def make_plan(
     if degraded and not spec.best_effort and not node.userns and spec.isolation == "user":
         raise Unsupported("isolation=user needs user namespaces on this node", reason="userns", fix="set best_effort to accept it")
 
+    wiring = None
+    if spec.network.mode == "open" and node.net is not None:
+        wiring = node.net.wiring(slot, id.ulid)
+        degraded += node.net.notes
+
     env, workdir, user = _process(spec, [config for config in layer_configs if config is not None])
     return LaunchPlan(
         id=str(id),
@@ -158,6 +166,7 @@ def make_plan(
         workdir=workdir,
         user=user,
         network=spec.network.mode,
+        wiring=wiring,
         mounts=MOUNTS if node.userns else MOUNTS_WITHOUT_USERNS,
         capabilities=CAPABILITIES,
         seccomp="default" if node.seccomp else "",
@@ -221,14 +230,17 @@ def _check(spec: SandboxSpec, node: Node) -> None:
         raise InvalidRequest(
             "fewer processes than the guest needs", field="resources.pids", value=spec.resources.pids, fix=f"use {MIN_PIDS} or more"
         )
-    if spec.network.mode != "none" or spec.network.rules:
-        asked = spec.network.mode if spec.network.mode != "none" else spec.network.rules
+    if spec.network.mode not in ("none", "open") or spec.network.rules:
         raise Unsupported(
-            "network access is not enforced yet, so it is not given",
+            "network rules are not enforced yet, so what they ask for is not given",
             field="network",
-            value=asked,
-            fix='use network="none"',
+            value=spec.network.rules or spec.network.mode,
+            fix='use network="none", or "open" for all but the node and other sandboxes',
             reason="network",
+        )
+    if spec.network.mode == "open" and node.net is None:
+        raise Unsupported(
+            f"this node gives no network: {node.net_missing or 'the backend has none'}", field="network", value="open", reason="network"
         )
     if spec.devices:
         raise Unsupported(
