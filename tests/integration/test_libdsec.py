@@ -20,12 +20,14 @@ import pytest_asyncio
 import libdsec
 import libdsec.blocking
 import libdsec.client
+from dsec.actors.up import Cluster
 from dsec.bus.messages import Selector
 from libdsec import (
     BurstError,
     Client,
     ExecFailed,
     InvalidRequest,
+    NodeError,
     NotFound,
     SandboxGone,
     Unavailable,
@@ -508,3 +510,21 @@ async def test_nobody_there() -> None:
         async with libdsec.connect("nats://127.0.0.1:1", connect_timeout=0.5):
             pass
     assert time.monotonic() - began < 5
+
+
+async def test_failed_launches_are_placed_once_more(state_dir: Path) -> None:
+    """Where a third of the launches fail, about one index of nine does: it was tried twice, and nothing of it stays."""
+    async with (
+        Cluster(state_dir, backends=("fake",), overrides={"fake": {"launch_fail_rate": 0.33}}) as cluster,
+        libdsec.connect(cluster.url) as client,
+        client.burst(libdsec.spec("img", **FAKE), 90, min_ready=1, deadline=30) as burst,
+    ):
+        ready = await burst.wait()
+        assert len(ready) + len(burst.failed) == 90
+        assert 3 <= len(burst.failed) < 25  # 10 expected; 30 without the second try
+        assert all(isinstance(error, NodeError | SandboxGone) for _, error in burst.failed)
+        await eventually(lambda: count_is(client, len(ready)))
+
+
+async def count_is(client: Client, count: int) -> bool:
+    return len(await client.list()) == count
