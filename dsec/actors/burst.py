@@ -18,6 +18,7 @@ from dsec.bus.messages import CreateItem, Failed, LaunchItem, Lease, Refusal
 from dsec.errors import Busy, DeadlineExceeded, DsecError, ErrorBody, InvalidRequest, Unavailable, Unsupported
 
 ITEM_BYTES = 24  # one LaunchItem as msgpack, at most
+ITEMS_AT_ONCE = 2_000  # in one message: were all refused, their errors must fit one answer
 
 
 class Batch(msgspec.Struct, frozen=True):
@@ -39,7 +40,7 @@ def batches(edge: str, pairs: Sequence[tuple[int, int]], specs: Sequence[msgspec
     for pair in pairs:
         index, spec = pair
         more = ITEM_BYTES + (0 if spec in chosen else len(memoryview(specs[spec])))
-        if part and size + more > limit:
+        if part and (size + more > limit or len(part) >= ITEMS_AT_ONCE):
             yield Batch(edge, tuple(raws), tuple(items), tuple(part))
             chosen, raws, items, part, size = {}, [], [], [], 0
             more = ITEM_BYTES + len(memoryview(specs[spec]))

@@ -7,6 +7,7 @@ not fenced, it adopts.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import AsyncIterator
 
 from dsec.bus.bus import Bus
@@ -27,15 +28,18 @@ class Fences:
         return cls(await kv_bucket(bus, BUCKET, replicas=replicas))
 
     async def enter(self, edge: str, incarnation: str) -> bool:
-        """An Edge starts. True when an earlier start of the same state directory was declared lost, and it has not been told yet."""
-        entry = await self._bucket.get(f"fence.{edge}")
-        fenced = False
-        if entry is not None:
-            uuid, _, start = entry.value.decode().partition(".")
-            mine, _, now = incarnation.partition(".")
-            fenced = uuid == mine and int(start) < int(now)
+        """An Edge starts. True when an earlier start of the same state directory was declared lost, and it has not been told yet.
+
+        The node record is written before the fence is read, and `lose` looks at the record again after it has written the fence: of the
+        two at least one sees the other.
+        """
         await self._bucket.put(f"node.{edge}", incarnation.encode())
-        return fenced
+        entry = await self._bucket.get(f"fence.{edge}")
+        if entry is None:
+            return False
+        uuid, _, start = entry.value.decode().partition(".")
+        mine, _, now = incarnation.partition(".")
+        return uuid == mine and int(start) < int(now)
 
     async def told(self, edge: str) -> None:
         """The fenced Edge has freed everything: the fence has done its work."""
@@ -45,27 +49,40 @@ class Fences:
         """It stopped in order and holds nothing."""
         await self._bucket.delete(f"node.{edge}")
 
-    async def lose(self, edge: str, incarnation: str) -> bool:
-        """Declare it lost. False when another Watcher has done so or another incarnation serves."""
-        node = await self._bucket.get(f"node.{edge}")
-        if node is not None and node.value.decode() != incarnation:
-            return False
-        old = await self._bucket.get(f"fence.{edge}")
+    async def lose(self, edge: str, incarnation: str) -> str:
+        """Declare it lost.
+
+        Returns "won"; "known" when another Watcher has done so; "other" when another incarnation serves, so that nothing is lost.
+        """
+        key = f"fence.{edge}"
+        if await self._serves_other(edge, incarnation):
+            return "other"
+        old = await self._bucket.get(key)
+        if old is not None and old.value.decode() == incarnation:
+            return "known"
         try:
             if old is None:
-                await self._bucket.create(f"fence.{edge}", incarnation.encode())
-            elif old.value.decode() != incarnation:
-                await self._bucket.update(f"fence.{edge}", incarnation.encode(), old.revision)
+                revision = await self._bucket.create(key, incarnation.encode())
             else:
-                return False
+                revision = await self._bucket.update(key, incarnation.encode(), old.revision)
         except Conflict:
-            return False
-        if node is not None:
-            try:
+            return "known"
+        if await self._serves_other(edge, incarnation):  # it came back in this very moment
+            with contextlib.suppress(Conflict):
+                await self._bucket.delete(key, revision)
+            return "other"
+        return "won"
+
+    async def _serves_other(self, edge: str, incarnation: str) -> bool:
+        node = await self._bucket.get(f"node.{edge}")
+        return node is not None and node.value.decode() != incarnation
+
+    async def forget(self, edge: str, incarnation: str) -> None:
+        """No Watcher expects the lost node any more; its fence stays until it returns."""
+        node = await self._bucket.get(f"node.{edge}")
+        if node is not None and node.value.decode() == incarnation:
+            with contextlib.suppress(Conflict):
                 await self._bucket.delete(f"node.{edge}", node.revision)
-            except Conflict:
-                return True  # it came back in this moment: it reads the fence, or reads none and its new incarnation is not fenced
-        return True
 
     async def nodes(self) -> AsyncIterator[tuple[str, str]]:
         """(edge, incarnation) of every node that should be there."""

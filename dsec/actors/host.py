@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
+from urllib.parse import urlsplit
 
 import msgspec
 import structlog
@@ -71,6 +75,18 @@ class LayerPlanner:
         return Resolved(refs, tuple(self._configs[ref.digest] for ref in refs))
 
 
+async def bus_endpoints(urls: str) -> tuple[tuple[str, int], ...]:
+    """Address and port of every server of the bus that is configured: no sandbox may reach them, wherever they are. A name that does not
+    resolve now names nobody that this Edge could be connected to."""
+    found: set[tuple[str, int]] = set()
+    for url in urls.split(","):
+        parts = urlsplit(url.strip() if "://" in url else f"nats://{url.strip()}")
+        with contextlib.suppress(OSError):
+            for entry in await asyncio.get_running_loop().getaddrinfo(parts.hostname, parts.port or 4222, type=socket.SOCK_STREAM):
+                found.add((str(entry[4][0]).partition("%")[0], int(entry[4][1])))
+    return tuple(sorted(found))
+
+
 class Host:
     """``planners`` by backend name. `open` brings up every configured backend; one that cannot start is left out and named."""
 
@@ -113,6 +129,8 @@ class Host:
                 runtime=self.config.container.runtime,
                 cgroup_root=self.config.container.cgroup_root,
                 userns=self.config.container.userns,
+                network=self.config.network,
+                bus=await bus_endpoints(self.config.bus.url),
             )
             container = ContainerBackend(options, layers)
             await container.open()

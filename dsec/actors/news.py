@@ -15,7 +15,7 @@ from dsec.bus.messages import BurstNews, Failed, Placed, ReadyItem
 from dsec.errors import DsecError
 
 log = structlog.get_logger("dsec.edge")
-MOST = 2_000  # items in one message
+MOST = 500  # items in one message: a ready one with many layers takes a kilobyte
 
 
 class _Open:

@@ -418,8 +418,14 @@ class Sandbox:
             exit=self.life.exit,
             stuck=self.life.release_error if self.state is State.STOPPING else "",
             degraded=record.degraded,
+            addresses=addresses(self.plan),
             lease=record.lease,
         )
+
+
+def addresses(plan: LaunchPlan) -> tuple[str, ...]:
+    """IPv4 first; none where it has no network."""
+    return tuple(text for text in (plan.wiring.address4, plan.wiring.address6) if text) if plan.wiring is not None else ()
 
 
 def ended(record: Record, edge: str) -> SandboxInfo:

@@ -124,13 +124,17 @@ class Watcher:
             self._vanished = vanished
             for seen in silent:
                 try:
-                    won = await self._fences.lose(seen.edge, seen.incarnation)
+                    outcome = await self._fences.lose(seen.edge, seen.incarnation)
+                    if outcome == "won":
+                        await self._fences.forget(seen.edge, seen.incarnation)
                 except DsecError as error:
                     log.warning("watcher.fence_unwritten", edge=seen.edge, error=str(error))
                     break  # without the record it is not lost; asked again in the next round
-                if self.cluster.lose(seen.edge, seen.incarnation, loop.time()):
+                if outcome == "other":
+                    self.cluster.leave(seen.edge, seen.incarnation)  # its successor will be heard
+                elif self.cluster.lose(seen.edge, seen.incarnation, loop.time()):
                     log.error("watcher.node_lost", edge=seen.edge, incarnation=seen.incarnation)
-                    if won:
+                    if outcome == "won":
                         self._emit("node_lost", seen.edge, seen.incarnation)
                     self._tell()
 

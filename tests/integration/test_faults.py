@@ -253,3 +253,23 @@ async def test_c06_a_cancelled_create_leaves_nothing(box: Box) -> None:
         await eventually(lambda: not edge.sandboxes)
         assert not box.nodes["n1"].guests
         assert not edge.ledger.held
+
+
+async def test_a_fence_and_a_return_in_the_same_moment_cannot_both_win(box: Box) -> None:
+    """Whatever the order: a node that another incarnation serves is not lost, and one that read its fence reaps."""
+    bus = await box.bus()
+    fences = await Fences.open(bus)
+    assert not await fences.enter("n", "u.1")
+    assert await fences.lose("n", "u.1") == "won"
+    assert await fences.lose("n", "u.1") == "known"
+    assert await fences.enter("n", "u.2")
+    await fences.told("n")
+    assert not await fences.enter("n", "u.3")
+    assert await fences.lose("n", "u.2") == "other"
+    assert not await fences.enter("n", "u.4")
+    for n in range(20):
+        edge = f"r{n}"
+        await fences.enter(edge, "u.1")
+        outcome, fenced = await asyncio.gather(fences.lose(edge, "u.1"), fences.enter(edge, "u.2"))
+        if outcome == "won":
+            assert fenced  # it was declared lost, so it must not adopt
