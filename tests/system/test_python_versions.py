@@ -33,7 +33,7 @@ def test_unit_tests_pass(version: str, tmp_path: Path) -> None:
         pytest.skip(f"no Python {version} on this machine")
     subprocess.run([python, "-m", "venv", str(tmp_path / "venv")], check=True)
     own = str(tmp_path / "venv" / "bin" / "python")
-    pip = [own, "-m", "pip", "install", "-q", "--require-hashes", "--prefer-binary", "-r", str(ROOT / "requirements.lock")]
+    pip = [own, "-m", "pip", "install", "-qq", "--require-hashes", "--prefer-binary", "-r", str(ROOT / "requirements.lock")]
     subprocess.run(pip, check=True, stdin=subprocess.DEVNULL)
     done = subprocess.run(
         [own, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/unit", "--ignore=tests/unit/test_project.py", "-m", "not slow"],
