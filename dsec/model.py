@@ -121,7 +121,8 @@ class Resources(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class NetworkPolicy(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """``none``: loopback only (the default). ``open`` and ``rules`` are named here and refused until they are enforced."""
+    """``none``: loopback only (the default). ``open``: everything but the node, other sandboxes, the bus and metadata services
+    (dsec/security/network.py). ``rules`` are named here and refused until they are enforced."""
 
     mode: str = "none"
     rules: tuple[str, ...] = ()
@@ -192,6 +193,7 @@ class SandboxInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     exit: Exit | None = None
     stuck: str = ""  # why stopping does not end
     degraded: tuple[str, ...] = ()  # what this node does not enforce for it
+    addresses: tuple[str, ...] = ()  # its own, with network="open"; nobody reaches it there
     lease: str = ""
 
 

@@ -88,6 +88,7 @@ def info_command(settings: Settings, sandbox_id: str) -> None:
         ("cpu", f"{usage.cpu_ms / 1000:.2f} s used; share of {limits.cpus:g}" if usage else f"share of {limits.cpus:g}"),
         ("processes", f"{usage.pids if usage else '?'} of {limits.pids}"),
         ("disk", f"{size_text(usage.disk) if usage else '?'} of {size_text(limits.disk)}"),
+        ("addresses", ", ".join(info.addresses)),
         ("not enforced", ", ".join(info.degraded)),
         ("exit", f"{info.exit.reason}: {info.exit.detail}".rstrip(": ") if info.exit else ""),
     ]
