@@ -528,3 +528,22 @@ async def test_failed_launches_are_placed_once_more(state_dir: Path) -> None:
 
 async def count_is(client: Client, count: int) -> bool:
     return len(await client.list()) == count
+
+
+async def test_a_burst_survives_a_killed_bus(state_dir: Path) -> None:
+    """nats-server is killed and started while a burst is being launched: news that were lost are asked for, and all come."""
+    async with (
+        Cluster(state_dir, backends=("fake",), overrides={"fake": {"launch_ms": 100.0}}) as cluster,
+        libdsec.connect(cluster.url) as client,
+        client.burst(libdsec.spec("img", **FAKE), 40, deadline=40) as burst,
+    ):
+        await asyncio.sleep(0.25)
+        cluster.nats.kill()
+        await asyncio.sleep(0.5)
+        await cluster.nats.start()
+        began = time.monotonic()
+        ready = await burst.wait()
+        assert len({sb.id for sb in ready}) == 40
+        assert time.monotonic() - began < 20
+        assert (await ready[0].exec("echo yes")).stdout == b"yes\n"
+        await eventually(lambda: count_is(client, 40), timeout=15)
