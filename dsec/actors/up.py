@@ -174,6 +174,8 @@ class Cluster:
     async def start(self) -> Self:
         try:
             self.dir.mkdir(parents=True, exist_ok=True)
+            if "container" in self._backends and self._edges:
+                await asyncio.to_thread(_build_guest)  # a first compilation may take longer than an Edge is waited for
             await self.nats.start()
             (self.dir / "log").mkdir(exist_ok=True)
             self.watcher = self._child("watcher", "watcher")
@@ -243,6 +245,13 @@ class Cluster:
         # An Edge that is to stop its sandboxes does so even when this process is killed: they are not its children, so they would live on.
         death = signal.SIGTERM if kind == "edge" and self._stop_sandboxes else signal.SIGKILL
         return Child(kind, name, env, self.dir / "log" / f"{name}.log", death)
+
+
+def _build_guest() -> None:
+    from dsec.backends.guest import build
+
+    build.ensure(program="launcher")
+    build.ensure()
 
 
 async def up(config: Config, *, ready_file: str = "") -> int:
