@@ -28,7 +28,7 @@ import structlog
 from dsec import config as configs
 from dsec.bus.server import NatsServer
 from dsec.config import Config
-from dsec.errors import NodeError
+from dsec.errors import NodeError, Unsupported
 
 log = structlog.get_logger("dsec.up")
 _PR_SET_PDEATHSIG = 1
@@ -55,8 +55,8 @@ class Child:
     def alive(self) -> bool:
         return self.process is not None and self.process.returncode is None
 
-    async def start(self, timeout: float = 30.0) -> None:
-        """Until it serves. Raises `NodeError` with the end of its log."""
+    async def start(self, timeout: float = 120.0) -> None:
+        """Until it serves (a first Edge may have to compile the guest programs). Raises `NodeError` with the end of its log."""
         parent, death = os.getpid(), self.death
 
         def die_with_parent() -> None:
@@ -250,8 +250,11 @@ class Cluster:
 def _build_guest() -> None:
     from dsec.backends.guest import build
 
-    build.ensure(program="launcher")
-    build.ensure()
+    try:
+        build.ensure(program="launcher")
+        build.ensure()
+    except build.BuildError as error:
+        raise Unsupported(f"the guest programs were not built: {error}", reason="guest", fix="pip install ziglang") from error
 
 
 async def up(config: Config, *, ready_file: str = "") -> int:
