@@ -16,6 +16,7 @@ from dsec.bus.messages import ClusterView
 from dsec.bus.subjects import Caller
 from dsec.bus.transport import Msg, Subscription, Transport
 from dsec.errors import Busy, DeadlineExceeded, DsecError, InvalidRequest, Unavailable
+from libdsec.logs import use_logging
 
 T = TypeVar("T")
 
@@ -89,6 +90,7 @@ class Wire:
     async def open(self) -> None:
         if self._transport is not None:
             raise InvalidRequest("this client is open already", fix="use one `async with libdsec.connect(…)` a client")
+        use_logging()
         self._loop, self._pid, self._closed = asyncio.get_running_loop(), os.getpid(), False
         self._opening = asyncio.Lock()
         self._bus = await Bus.connect(self.url, unit=self.unit, **self.options)
