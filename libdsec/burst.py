@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from libdsec.client import Client
 
 ACK = 0.5  # seconds in which a Scheduler acknowledges a slice; then it is sent again under the same id
-LOOK_AFTER = 5.0  # seconds without news after which we ask: news travel at most once
+LOOK_AFTER = 2.5  # seconds without news after which we ask: news travel at most once
+RESEND_AFTER = 10.0  # seconds between repeats of slices of which something was never placed
 LOOK_AT = 64  # sandboxes looked at in one round
 
 
@@ -182,7 +183,7 @@ class Gathering:
     async def _look(self) -> None:
         """When it has been quiet, ask the Edges about what was placed, and the Scheduler again about what was not."""
         loop = asyncio.get_running_loop()
-        resend_at = loop.time() + 2 * LOOK_AFTER
+        resend_at = loop.time() + RESEND_AFTER
         while not self.ledger.closed and not self.ledger.settled:
             await asyncio.sleep(0.5)
             if loop.time() - self._heard < LOOK_AFTER:
@@ -192,7 +193,7 @@ class Gathering:
             await asyncio.gather(*(self._look_at(index) for index in placed[:LOOK_AT]))
             unplaced = set(self.ledger.unplaced())
             if unplaced and loop.time() >= resend_at:
-                resend_at = loop.time() + 2 * LOOK_AFTER
+                resend_at = loop.time() + RESEND_AFTER
                 again = [
                     part
                     for part in self.parts

@@ -215,6 +215,23 @@ async def test_output_and_exec_survive_a_killed_edge(client: Client, cluster: Cl
     assert (await sandbox.exec("echo well")).stdout == b"well\n"
 
 
+async def test_a_burst_survives_a_killed_edge(client: Client, cluster: Cluster) -> None:
+    """The Edge is killed with -9 in the middle of a burst and started: every index ends with one sandbox that works, none is left over."""
+    (edge,) = cluster.edges.values()
+    async with client.burst(libdsec.spec("small", **SMALL), 24, deadline=60) as burst:
+        await asyncio.sleep(0.15)
+        await edge.kill()
+        await asyncio.sleep(0.2)
+        await edge.start()
+        ready = await burst.wait()
+        assert len({sandbox.id for sandbox in ready}) == 24
+        assert {(await sandbox.exec("echo works")).stdout for sandbox in ready} == {b"works\n"}
+        async with asyncio.timeout(15):
+            while len(await client.list()) != 24:  # noqa: ASYNC110 - a cluster has no event for "nothing more happens"
+                await asyncio.sleep(0.1)
+    assert await client.list() == []
+
+
 async def test_exec_survives_a_killed_bus(client: Client, cluster: Cluster, sandbox: Sandbox) -> None:
     """nats-server is killed and started in the middle of an exec: the result comes, and the sandbox is still ours."""
     running = asyncio.ensure_future(sandbox.exec("sleep 1; echo through"))
