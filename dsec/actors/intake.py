@@ -16,7 +16,7 @@ from dsec.actors.store import Record
 from dsec.backends.base import LaunchPlan
 from dsec.backends.plan import memory_bytes
 from dsec.bus.messages import Failed, LaunchItem, LaunchReply, LaunchRequest, Placed, ReadyItem, Refusal
-from dsec.errors import Busy, Denied, DsecError, NodeError, NotFound, SandboxGone
+from dsec.errors import Busy, Denied, DsecError, InvalidRequest, NodeError, NotFound, SandboxGone
 from dsec.model import SandboxId, SandboxSpec, State, new_ulid
 
 if TYPE_CHECKING:
@@ -28,6 +28,17 @@ STARTING = (State.PENDING, State.CREATING)
 
 def demand_of(plan: LaunchPlan) -> capacity.Demand:
     return capacity.Demand(memory_bytes(plan), plan.resources.cpus, plan.resources.pids)
+
+
+def check_policies(spec: SandboxSpec) -> None:
+    """What the Edge itself carries out for a sandbox; the rest of the spec is the planner's. Raises `InvalidRequest`."""
+    choices = {"on_idle": ("pause", "stop"), "on_client_loss": ("stop", "pause", "keep"), "isolation": ("shared", "user")}
+    for field, allowed in choices.items():
+        if (value := getattr(spec, field)) not in allowed:
+            raise InvalidRequest("not a choice", field=field, value=value, fix=f"use {' or '.join(allowed)}")
+    for field in ("idle_timeout_ms", "ttl_ms", "exec_timeout_ms"):
+        if (value := getattr(spec, field)) < 0:
+            raise InvalidRequest("a time below zero", field=field, value=value, fix="use 0 for none")
 
 
 class Slots:
@@ -113,6 +124,7 @@ class Intake:
     async def _resolve(self, spec: SandboxSpec) -> Resolved | DsecError:
         edge = self.edge
         try:
+            check_policies(spec)
             return await edge.host.planner(spec).resolve(spec)
         except DsecError as error:
             return error

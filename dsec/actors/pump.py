@@ -1,8 +1,8 @@
 """Output of one operation to its reader: chunks on the bulk connection, under the reader's credit.
 
 Credit is an absolute count of bytes since the request, resent each second by the reader, so that a lost message delays and never
-blocks for ever. A reader that has been silent for `SILENT` seconds while it owes credit has left: the stream is let go, and the sandbox
-no longer waits for it.
+blocks for ever. A reader that has been silent for `SILENT` seconds while it owes credit, or for its own ``patience_ms`` in any case,
+has left: the stream is let go, and the sandbox no longer waits for it.
 """
 
 from __future__ import annotations
@@ -40,6 +40,9 @@ class Pump:
         self._wake = asyncio.Event()
         self._heard = asyncio.get_running_loop().time()
         self._closed = False
+        self._patience = max(1.0, request.patience_ms / 1000)
+        self._copying: asyncio.Task[bool] | None = None
+        self._silence: asyncio.TimerHandle | None = None
 
     def credit(self, upto: int) -> None:
         self._heard = asyncio.get_running_loop().time()
@@ -50,18 +53,46 @@ class Pump:
     def close(self) -> None:
         self._closed = True
         self._wake.set()
+        if self._copying is not None:
+            self._copying.cancel()  # it may wait for output that does not come
+
+    def _listen(self) -> None:
+        loop = asyncio.get_running_loop()
+        if loop.time() - self._heard >= self._patience:
+            log.info("edge.reader_left", op=self.op, reader=self.reader)
+            self.close()
+            return
+        self._silence = loop.call_at(self._heard + self._patience, self._listen)
 
     async def run(self) -> None:
         """Until both streams end, the reader leaves or the sandbox is gone."""
         try:
-            if await self._copy():
+            self._listen()
+            if await self._copied():
                 status = await self._link.wait(self.op, 0)
+                if status.running:
+                    await self._send(OutputChunk(reader=self.reader, eof=True, offset=status.stdout.total))
                 while status.running and not self._closed:  # it has closed its output and goes on, or is being reaped just now
                     status = await self._link.wait(self.op, LAST_WAIT)
                 await self._send(OutputChunk(reader=self.reader, end=True, status=bounded(status)))
         except DsecError as error:
             with contextlib.suppress(DsecError):
                 await self._send(OutputChunk(reader=self.reader, end=True, error=to_body(error)))
+        finally:
+            if self._silence is not None:
+                self._silence.cancel()
+
+    async def _copied(self) -> bool:
+        copying = self._copying = asyncio.ensure_future(self._copy())
+        try:
+            return await copying
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if self._closed and (task is None or not task.cancelling()):
+                return False
+            raise
+        finally:
+            copying.cancel()
 
     async def _copy(self) -> bool:
         """True when both streams ended."""

@@ -77,6 +77,7 @@ class Verbs:
             ("files", FileRequest, FileReply, self.files),
             ("output", OutputRequest, Empty, self.output),
             ("credit", CreditRequest, Empty, self.credit),
+            ("feed", InputRequest, InputReply, self.input),  # as input, for much data
         ]
         # One subscription a verb: files and output are on another connection than the rest.
         on_control = [

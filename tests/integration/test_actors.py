@@ -224,6 +224,8 @@ async def test_bad_specs_fail_at_once_with_the_field(box: Box) -> None:
         (but(node_labels={"zone": "moon"}), "unsupported", "node_labels"),
         (but(user="no such user!"), "invalid", "user"),
         (but(workdir="/a/../b"), "invalid", "workdir"),
+        (but(on_idle="explode"), "invalid", "on_idle"),
+        (but(ttl_ms=-1), "invalid", "ttl_ms"),
         (but(resources=Resources(memory=20 << 20)), "invalid", "resources.memory"),
         (but(resources=Resources(memory=1 << 50)), "invalid", "resources.memory"),
     ]
@@ -439,3 +441,17 @@ async def test_resources_of_a_listed_sandbox(box: Box) -> None:
         assert [(row.id, row.state, row.resources) for row in rows] == [(sb.id, State.RUNNING, SMALL)]
         assert await dsec.list(labels={"job": "j2"}) == []
         assert any("ready" in line for line in await sb.log())
+
+
+async def test_an_idle_sandbox_costs_no_task(box: Box) -> None:
+    """50 sandboxes that nobody speaks to: the Edge has as many tasks as with none, and no timer of theirs."""
+    edge = await box.edge()
+    await box.watcher()
+    await box.scheduler()
+    await asyncio.sleep(0.2)
+    before = len(edge._tasks)
+    asker = await Asker(await box.bus()).open()
+    await asker.create(50)
+    await asker.until(lambda a: len(a.ready) == 50)
+    await eventually(lambda: len(edge._tasks) == before)
+    assert len(edge.sandboxes) == 50

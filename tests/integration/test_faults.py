@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 import pytest
 import pytest_asyncio
 
+import libdsec.burst
 from dsec.actors.fence import Fences
 from dsec.backends.fake import Faults
 from dsec.bus import subjects
@@ -90,8 +91,9 @@ async def test_a_fenced_edge_reaps_instead_of_adopting(box: Box) -> None:
         assert not await (await Fences.open(bus)).enter("n1", edge.store.incarnation)  # told once
 
 
-async def test_a_scheduler_that_dies_mid_burst_loses_and_doubles_nothing(box: Box) -> None:
-    """Two Schedulers, one dies holding what no node has room for yet; the client repeats, the other one finishes."""
+async def test_a_scheduler_that_dies_mid_burst_loses_and_doubles_nothing(box: Box, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two Schedulers, one dies holding what no node has room for yet; the client repeats (accelerated), the other one finishes."""
+    monkeypatch.setattr(libdsec.burst, "LOOK_AFTER", 0.5)
     edge = await box.edge(slots=10)
     await box.watcher()
     first = await box.scheduler()
