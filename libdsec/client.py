@@ -383,7 +383,7 @@ class Client:
         gate = asyncio.Semaphore(STOP_PARALLEL)
 
         async def one(sandbox: Sandbox) -> None:
-            if sandbox._gone is not None:
+            if sandbox._gone is not None or sandbox._stopped:
                 return
             async with gate:
                 try:
@@ -395,7 +395,7 @@ class Client:
         try:
             await asyncio.gather(*(one(sandbox) for sandbox in sandboxes))
         except asyncio.CancelledError:
-            self._leases.drop([sandbox._id for sandbox in sandboxes if sandbox._gone is None])
+            self._leases.drop([sandbox._id for sandbox in sandboxes if sandbox._gone is None and not sandbox._stopped])
             raise
 
     def _inbox_of(self, burst: str) -> str:

@@ -69,6 +69,7 @@ class Sandbox:
         self._id = sandbox_id
         self._exec_timeout = exec_timeout  # seconds; 0 = none, None = not known here
         self._gone: SandboxGone | None = None
+        self._stopped = False
         self.id = str(sandbox_id)
         self.labels: dict[str, str] = dict(labels or {})
         self.layers = layers
@@ -167,9 +168,10 @@ class Sandbox:
         message = StopRequest(grace_ms=milliseconds(grace, "grace"))
         try:
             await self._request("stop", message, Empty, timeout=grace + 60.0, each=grace + 15.0)
-        except (SandboxGone, NotFound):
+        except SandboxGone:
             pass
-        self._ended("requested")
+        self._stopped = True
+        self._client._leases.release(self._id)  # what ended it, and when, its node goes on telling
 
     async def pause(self) -> None:
         """Freeze it; it then holds no reservation. Idempotent. The next request resumes it."""
@@ -208,7 +210,7 @@ class Sandbox:
 
     def _ended(self, reason: str) -> None:
         if self._gone is None:
-            self._gone = SandboxGone("the sandbox has ended", sandbox=self.id, reason=reason)
+            self._gone = SandboxGone(f"has ended ({reason})" if reason else "has ended", sandbox=self.id, reason=reason)
         self._client._leases.release(self._id)
 
     async def _request(
@@ -223,6 +225,11 @@ class Sandbox:
         except SandboxGone as error:
             self._ended(error.reason)
             raise
+        except NotFound as error:
+            if error.sandbox != self.id or error.field:
+                raise
+            self._ended("")
+            raise SandboxGone("has ended, and its node no longer remembers how", sandbox=self.id) from error
 
     async def _run(self, op: str, spec: ExecSpec | None) -> OpStatus:
         """Start ``op`` and wait for its end by long polls, whoever restarts in between.
