@@ -94,6 +94,7 @@ async def test_a_fenced_edge_reaps_instead_of_adopting(box: Box) -> None:
 async def test_a_scheduler_that_dies_mid_burst_loses_and_doubles_nothing(box: Box, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two Schedulers, one dies holding what no node has room for yet; the client repeats (accelerated), the other one finishes."""
     monkeypatch.setattr(libdsec.burst, "LOOK_AFTER", 0.5)
+    monkeypatch.setattr(libdsec.burst, "RESEND_AFTER", 1.0)
     edge = await box.edge(slots=10)
     await box.watcher()
     first = await box.scheduler()
