@@ -7,7 +7,7 @@ import contextlib
 import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 from urllib.parse import urlsplit
 
 import msgspec
@@ -20,6 +20,9 @@ from dsec.errors import InvalidRequest, NotFound, Unsupported
 from dsec.layers import stack
 from dsec.layers.store import LayerConfig, LayerStore
 from dsec.model import LayerRef, SandboxId, SandboxSpec
+
+if TYPE_CHECKING:
+    from dsec.backends.container import ContainerBackend
 
 log = structlog.get_logger("dsec.host")
 
@@ -35,7 +38,11 @@ class Planner(Protocol):
     """A backend with what planning needs."""
 
     backend: Backend
-    node: Node
+
+    @property
+    def node(self) -> Node:
+        """As it is now: a node whose addresses were taken chooses others."""
+        ...
 
     async def resolve(self, spec: SandboxSpec) -> Resolved:
         """Raises `NotFound` for a layer that this node does not have, `InvalidRequest` for what cannot be a layer."""
@@ -61,11 +68,15 @@ class FakePlanner:
 class LayerPlanner:
     """A backend whose root is a stack of layers of this node's store."""
 
-    def __init__(self, backend: Backend, node: Node, layers: LayerStore) -> None:
-        self.backend = backend
-        self.node = node
+    def __init__(self, backend: ContainerBackend, layers: LayerStore) -> None:
+        self.backend: Backend = backend
+        self._container = backend
         self.layers = layers
         self._configs: dict[str, LayerConfig] = {}  # by digest: a digest's record never changes
+
+    @property
+    def node(self) -> Node:
+        return self._container.node
 
     async def resolve(self, spec: SandboxSpec) -> Resolved:
         refs = stack.build(spec, self.layers.lookup).lowers
@@ -134,7 +145,7 @@ class Host:
             )
             container = ContainerBackend(options, layers)
             await container.open()
-            return LayerPlanner(container, container.node, layers)
+            return LayerPlanner(container, layers)
         raise InvalidRequest("no such backend", field="edge.backends", value=name, fix="use container or fake")
 
     def planner(self, spec: SandboxSpec) -> Planner:

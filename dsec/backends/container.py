@@ -187,7 +187,10 @@ class ContainerBackend:
     async def prepare(self, plan: LaunchPlan) -> None:
         await self._ensure_holder()
         if plan.wiring is not None:
-            await self.network.up()
+            try:
+                await self.network.up(plan.wiring)
+            finally:
+                self.node = msgspec.structs.replace(self.node, net=self.network.block, net_missing=self.network.missing)
         for layer in plan.lowers:
             await self._mount_layer(layer.digest)
 

@@ -48,6 +48,7 @@ class OpenNetwork:
         self._control = f"{run_dir}/resolver"
         self._log = f"{state_dir}/resolver.log"
         self._up: asyncio.Task[None] | None = None
+        self._claimed = False
         self._child: subprocess.Popen[bytes] | None = None
         self._watching: asyncio.Task[None] | None = None
         self._ending: list[tuple[str, Wiring | None, asyncio.Future[None]]] = []
@@ -59,12 +60,13 @@ class OpenNetwork:
     @property
     def active(self) -> bool:
         """Whether there may be anything of it on the node."""
-        return self.block is not None and (self._up is not None or os.path.exists(self._record))
+        return self.block is not None and (self._claimed or os.path.exists(self._record))
 
     # --- choosing --------------------------------------------------------------------------------------------------
 
     async def look(self) -> None:
         """Chooses the addresses. Changes nothing on the node. Raises `InvalidRequest` for a configuration that cannot be."""
+        self.block, self.missing = None, ""
         denied = network.check_deny(self.config.deny)
         candidates = network.blocks(self.config.ipv4_range, self.config.ipv4_block)
         network.prefix6(self.config.ipv6_prefix, self.edge, self._state)
@@ -105,17 +107,23 @@ class OpenNetwork:
 
     # --- the Edge's part -------------------------------------------------------------------------------------------
 
-    async def up(self) -> None:
-        """Table, gateway and resolver; once, however many ask. Raises `NodeError` and `Unsupported`."""
+    async def up(self, wiring: Wiring) -> None:
+        """Table, gateway and resolver for what was planned; once, however many ask. Raises `NodeError` and `Unsupported`."""
         if self.block is None:
             raise Unsupported(f"network=open is not to be had on this node: {self.missing}", field="network", reason="network")
+        if wiring.gateway4 != self.block.gateway4:
+            raise NodeError(f"{wiring.address4} was planned from addresses that this node has no more", reason="address")
         if self._up is None or (self._up.done() and (self._up.cancelled() or self._up.exception() is not None)):
             self._up = asyncio.get_running_loop().create_task(self._make(self.block))
         await asyncio.shield(self._up)
 
     async def _make(self, block: Block) -> None:
         try:
-            await self._in(self._claim, block)
+            try:
+                await self._in(self._claim, block)
+            except Unsupported as error:
+                await self.look()
+                raise NodeError(f"another has taken {block.net4} ({error.message}); a new try gets others", reason="address") from error
             await self._serve(block)
         except OSError as error:
             raise NodeError(f"network: {error}", reason="network") from error
@@ -127,6 +135,7 @@ class OpenNetwork:
             taken, self._mtu = nft.taken(block.prefix)
             ours = f"{block.gateway4}/32" if kept == block else ""
             network.choose_block([IPv4Network(block.net4)], [(net, who) for net, who in taken if str(net) != ours], "")
+            self._claimed = True
             part = f"{self._record}.new"
             with open(part, "wb") as file:
                 file.write(msgspec.json.encode(block))
@@ -259,8 +268,8 @@ class OpenNetwork:
         """A sandbox of an earlier start: its rules are made sure of, and that the resolver serves. What fails is written to standard error:
         the sandbox lives on without a network rather than not at all."""
         try:
-            await self.up()
             assert plan.wiring is not None
+            await self.up(plan.wiring)
             assert self.block is not None
             await self._in(nft.allow, plan.wiring, self.block.table)
         except (DsecError, OSError) as error:

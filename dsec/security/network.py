@@ -67,8 +67,9 @@ class Wiring(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
             found.append((SOURCES6, name + IPv6Address(self.address6).packed, b""))
         return found
 
-    def messages(self, table: str, *, delete: bool = False) -> list[Message]:
-        return [set_elements(table, name, [(key, data)], delete=delete) for name, key, data in self.elements()]
+    def messages(self, table: str) -> list[Message]:
+        """What adds them."""
+        return [set_elements(table, name, [(key, data)]) for name, key, data in self.elements()]
 
 
 class Block(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -27,6 +27,7 @@ from dsec.security.network import ANSWERS, GATEWAY6, HOST_MAC, INTERFACE, MARKS,
 FORWARD4 = "/proc/sys/net/ipv4/ip_forward"
 FORWARD6 = "/proc/sys/net/ipv6/conf/all/forwarding"
 _LO = "lo"
+ELEMENTS_A_MESSAGE = 512  # an attribute holds 64 KiB at most
 
 
 def trouble() -> str:
@@ -236,9 +237,21 @@ def _enter(netns: int) -> Iterator[tuple[Netlink, int]]:
 def unwire(links: Mapping[str, Wiring | None], *, table: str) -> None:
     """Takes the rules of sandboxes away, by the names of their interfaces; idempotent. All in one transaction, for each waits 16 ms for
     all CPUs. Where it is not known what they had, it is looked for. Their interfaces go with the last process of their namespaces."""
-    messages = [message for wiring in links.values() if wiring is not None for message in wiring.messages(table, delete=True)]
-    if None in links.values() or not _deleted(messages):
+    known = [wiring for wiring in links.values() if wiring is not None]
+    if len(known) < len(links) or not _deleted(deletions(table, [element for wiring in known for element in wiring.elements()])):
         forget(table, lambda name: name in links)
+
+
+def deletions(table: str, elements: Iterable[tuple[str, bytes, bytes]]) -> list[Message]:
+    """One message for each set (and `ELEMENTS_A_MESSAGE`): each has an answer, and a socket's buffer is small."""
+    by_set: dict[str, list[tuple[bytes, bytes]]] = {}
+    for name, key, _ in elements:
+        by_set.setdefault(name, []).append((key, b""))
+    return [
+        netlink.set_elements(table, name, listed[at : at + ELEMENTS_A_MESSAGE], delete=True)
+        for name, listed in by_set.items()
+        for at in range(0, len(listed), ELEMENTS_A_MESSAGE)
+    ]
 
 
 def delete_links(names: Iterable[str]) -> None:
@@ -274,17 +287,17 @@ def _deleted(messages: list[Message]) -> bool:
 def forget(table: str, unwanted: Callable[[str], bool]) -> None:
     """Deletes the elements of every interface whose name is ``unwanted``."""
     for _ in range(8):  # another may delete one of them at the same time
-        if _deleted([message for name, message in _all_elements(table) if unwanted(name)]):
+        found = [element for element in _all_elements(table) if unwanted(element[1][:16].rstrip(b"\0").decode(errors="replace"))]
+        if _deleted(deletions(table, found)):
             return
     raise OSError(errno.EBUSY, f"elements of {table} change all the time")
 
 
-def _all_elements(table: str) -> Iterator[tuple[str, Message]]:
-    """Every element of the sandboxes' sets: the interface that it is about, and the message that deletes it."""
+def _all_elements(table: str) -> Iterator[tuple[str, bytes, bytes]]:
+    """Every element of the sandboxes' sets: (set, key, no data). Each key begins with the interface's name."""
     for name in (SOURCES4, SOURCES6, MARKS, ANSWERS):
         for key in keys(table, name):
-            link = key[:16].rstrip(b"\0").decode(errors="replace")
-            yield link, netlink.set_elements(table, name, [(key, b"")], delete=True)
+            yield name, key, b""
 
 
 def keys(table: str, name: str) -> list[bytes]:
