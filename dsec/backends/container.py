@@ -42,6 +42,7 @@ T = TypeVar("T")
 
 EXIT_TIMEOUT = 10.0  # seconds from SIGKILL until the kernel has taken the sandbox apart
 READY_TIMEOUT = 15.0
+LAUNCH_TIMEOUT = 60.0  # of launcher and runtime together; they take 10 ms
 
 
 class Layers(Protocol):
@@ -109,6 +110,17 @@ class ContainerBackend:
         self._cgroups = Cgroups(f"{root}/{opts.edge}", await asyncio.to_thread(detect), devices=not userns)
         await asyncio.to_thread(self._make_directories)
         await asyncio.to_thread(self._cgroups.open)
+        try:
+            await self._equip(opts, root, userns, why)
+        except BaseException:
+            # Nothing half-made: the holder ends by itself, and groups that hold no sandbox of an earlier Edge are removed.
+            self._closed = True
+            self._holder.close()
+            await asyncio.shield(asyncio.to_thread(self._cgroups.close))
+            raise
+
+    async def _equip(self, opts: Options, root: str, userns: bool, why: str) -> None:
+        """Programs, holder, and what this node can do."""
         self._launcher, self._guest = await asyncio.to_thread(runtime.programs, opts.launcher, opts.guest)
         await self._ensure_holder()
         missing: dict[str, str] = {"snapshot": "not built yet", "fork": "not built yet", "pack_diff": "not built yet"}
@@ -233,7 +245,7 @@ class ContainerBackend:
             try:
                 listener, procs = await self._in(self._makers, self._make, plan)
                 try:
-                    pid = (await self._start(plan, listener, procs))["pid"]
+                    pid = await self._start(plan, listener, procs)
                 finally:
                     listener.close()
                 instance = self._instance(plan, pid)
@@ -249,7 +261,7 @@ class ContainerBackend:
         finally:
             self._launching.discard(plan.ulid)
 
-    async def _start(self, plan: LaunchPlan, listener: socket.socket, procs: tuple[str, ...]) -> dict[str, Any]:
+    async def _start(self, plan: LaunchPlan, listener: socket.socket, procs: tuple[str, ...]) -> int:
         box = plan.state_dir
         argv = [*self._upper(plan)]
         if plan.idmap is not None:
@@ -264,7 +276,7 @@ class ContainerBackend:
         if os.path.basename(self._runtime) == "crun":
             argv += ["--cgroup-manager", "disabled"]
         argv += ["run", "--detach", "--preserve-fds", "1", "--pid-file", f"{box}/pid", "--bundle", box, plan.ulid]
-        return await self._holder.request(
+        started = self._holder.request(
             "launch",
             fds=(listener.fileno(),),
             ulid=plan.ulid,
@@ -274,6 +286,11 @@ class ContainerBackend:
             env={"PATH": os.environ.get("PATH", "/usr/sbin:/usr/bin:/sbin:/bin")},
             pidfile=f"{box}/pid",
         )
+        try:
+            answer = await asyncio.wait_for(started, LAUNCH_TIMEOUT)
+        except TimeoutError as error:
+            raise NodeError(f"the runtime did not end within {LAUNCH_TIMEOUT} s", sandbox=plan.id, reason="runtime") from error
+        return int(answer["pid"])
 
     def _upper(self, plan: LaunchPlan) -> tuple[str, str]:
         if plan.disk_mode == "tmpfs":

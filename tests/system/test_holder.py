@@ -190,3 +190,31 @@ async def test_runc_where_crun_is_not(leftovers: object, yard: Yard) -> None:
     assert box.plan.cgroup in Path(f"/proc/{box.pid}/cgroup").read_text()
     assert (await box.usage()).pids >= 1
     await box.stop()
+
+
+async def test_a_runtime_that_hangs_is_given_up(leftovers: object, yard: Yard, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A runtime that never ends costs its launch, with a reason, and leaves nothing."""
+    from dsec.backends import container
+    from dsec.errors import NodeError
+
+    compiler = shutil.which("cc")
+    if compiler is None:
+        pytest.skip("no C compiler")
+    stuck = yard.state / "crun"
+    source = yard.state / "stuck.c"
+    source.write_text("#include <unistd.h>\nint main(void) { for (;;) pause(); }\n")
+    await asyncio.to_thread(subprocess.run, [compiler, "-static", "-o", str(stuck), str(source)], check=True)
+    monkeypatch.setattr(container, "LAUNCH_TIMEOUT", 0.5)
+    backend = await yard.backend(runtime=str(stuck))
+    with pytest.raises(NodeError) as caught:
+        await backend.launch(yard.plan(backend.node))
+    assert caught.value.reason == "runtime"
+    assert await backend.reap(frozenset()) == ()
+
+
+async def test_an_edge_that_cannot_start_leaves_no_group(leftovers: object, yard: Yard) -> None:
+    """When the agent's program is missing, `open` fails with the holder's words and removes what it made."""
+    from dsec.errors import NodeError
+
+    with pytest.raises(NodeError):
+        await yard.backend(guest=str(yard.state / "absent"))
