@@ -188,6 +188,7 @@ class OutputRequest(Message, frozen=True, kw_only=True):
     stdout: int = 0
     stderr: int = 0
     credit: int = 4 * 1024 * 1024  # absolute: bytes of both streams together that may be sent since the request
+    patience_ms: int = 60_000  # a reader from whom nothing was heard for so long (it repeats its credit each second) has left
 
 
 class CreditRequest(Message, frozen=True, kw_only=True):
@@ -206,6 +207,7 @@ class OutputChunk(Message, frozen=True, kw_only=True):
     stream: int = 1
     offset: int = 0
     data: bytes = b""
+    eof: bool = False  # both streams have ended and the operation goes on; `offset` is stdout's total
     end: bool = False
     status: OpStatus | None = None
     error: ErrorBody | None = None
