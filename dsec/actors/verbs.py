@@ -205,9 +205,11 @@ class Verbs:
                 if not started.done():
                     started.set_result(None)
                 await pump.run()
-        except DsecError as error:
+        except Exception as error:
             if not started.done():
                 started.set_exception(error)
+            elif not isinstance(error, DsecError):
+                raise
         finally:
             started.cancel()
             if pump is not None and self._pumps.get(key) is pump:
