@@ -28,7 +28,7 @@ NEEDED = ("cpu", "cpuacct", "memory", "pids", "freezer")
 # Pages of shared layers stay charged to the group that read them first and keep it as a dead one after its removal. Dead groups
 # slow every shrinker walk, but emptying a group (v1 memory.force_empty) takes 100 ms and drops cache that neighbours use: it
 # is done only where this many have gathered.
-MANY_GROUPS = 2000
+MANY_GROUPS = 8000
 PID_RESERVE = 4096  # process ids that sandboxes never get, so that the node stays usable
 
 
