@@ -59,10 +59,10 @@ async def test_a_burst_over_two_edges_is_spread(box: Box) -> None:
 
 async def test_a_refusal_leads_to_another_edge(box: Box) -> None:
     """The view is stale, the first Edge refuses for lack of slots, and all are ready elsewhere."""
-    small = await box.edge("small", slots=2, heartbeat_ms=5_000)
-    await box.edge("large")
     await box.watcher()
     scheduler = await box.scheduler()
+    small = await box.edge("small", slots=2, heartbeat_ms=5_000)
+    await box.edge("large")
     await eventually(lambda: len(scheduler.picture) == 2)
     filler = await Asker(await box.bus()).open()
     # Fill the small one behind the Scheduler's back: its next heartbeat is far away.
