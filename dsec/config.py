@@ -34,7 +34,6 @@ class BusConfig(Room, frozen=True):
     scale_unit: Annotated[str, Meta(pattern="^[A-Za-z0-9_-]{1,32}$", description="scale unit: the <u> of every subject")] = "main"
     creds: Annotated[str, Meta(description="file with NATS credentials; empty = none")] = ""
     connect_timeout_ms: Annotated[int, Meta(ge=100, description="how long a first connection may take")] = 5_000
-    request_timeout_ms: Annotated[int, Meta(ge=10, description="time-out of a request that brings no deadline of its own")] = 10_000
     events_max_age_ms: Annotated[int, Meta(ge=60_000, description="age bound of the stream DSEC_EVENTS")] = 604_800_000
     events_max_bytes: Annotated[int, Meta(ge=1 << 20, description="size bound of the stream DSEC_EVENTS")] = GIB
     events_replicas: Annotated[int, Meta(ge=1, le=5, description="replicas of DSEC_EVENTS and of the KV buckets; 3 in a NATS cluster")] = 1
