@@ -143,7 +143,7 @@ async def edge(config: Config) -> AsyncIterator[Edge]:
 async def _leave(actor: Edge, fences: Fences) -> None:
     await actor.stop()
     if not actor.sandboxes:
-        with contextlib.suppress(DsecError):
+        with contextlib.suppress(DsecError, TimeoutError):
             await asyncio.wait_for(fences.leave(actor.name), 2.0)
 
 
