@@ -21,7 +21,7 @@ async def run(options: Namespace) -> dict[str, object]:
         spec = libdsec.spec(session.image, **spec_options)
         async with session.client.sandbox(session.image, **spec_options) as sandbox:
             await harness.answered(sandbox)
-            features = await harness.features(sandbox)
+            features = await harness.features(session, sandbox)
         times: list[float] = []
         ready: list[float] = []
 

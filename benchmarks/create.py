@@ -39,7 +39,7 @@ async def run(options: Namespace) -> dict[str, object]:
         times, failed = await harness.interleave(options.n, ways, may_fail=peers.NAMES)
         absent |= failed
         async with session.client.sandbox(session.image) as sandbox:
-            features = await harness.features(sandbox)
+            features = await harness.features(session, sandbox)
         medians = {name: harness.percentile(values, 50) for name, values in times.items()}
         mine = medians["dsec"]
         return {

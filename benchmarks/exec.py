@@ -20,6 +20,6 @@ async def run(options: Namespace) -> dict[str, object]:
             "exec_ms_p50": harness.rounded(harness.percentile(times, 50), 3),
             "exec_ms_p99": harness.rounded(harness.percentile(times, 99), 3),
             "n": options.n,
-            "features": await harness.features(sandbox),
+            "features": await harness.features(session, sandbox),
             "driver": session.driver,
         }

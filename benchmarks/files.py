@@ -73,7 +73,7 @@ async def run(options: Namespace) -> dict[str, object]:
                 "mib_s_down": harness.rounded(options.mib / times["down"], 1),
                 "client_rss_mib": harness.rounded(times["rss"] / harness.MIB, 1),
                 "mib": options.mib,
-                "features": await harness.features(sandbox),
+                "features": await harness.features(session, sandbox),
                 "driver": session.driver,
             }
 

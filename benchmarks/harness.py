@@ -45,6 +45,10 @@ class Session:
         runtime = shutil.which("crun") or shutil.which("runc") or "no runtime"
         self.driver = f"libdsec over NATS, container backend ({Path(runtime).name})"
 
+    def records(self) -> int:
+        """Bytes of the Edge's records on disk."""
+        return sum(path.stat().st_size for path in (self.cluster.dir / "edges" / self.edge.name).glob("*.db*"))
+
     def edge_rss(self) -> int:
         """Resident bytes of the Edge's process and of its holder's."""
         return rss(self.edge.pid) + sum(rss(pid) for pid in holders(str(self.cluster.dir)))
@@ -158,7 +162,7 @@ async def answered(sandbox: libdsec.Sandbox) -> float:
     return took
 
 
-async def features(sandbox: libdsec.Sandbox) -> dict[str, object]:
+async def features(session: Session, sandbox: libdsec.Sandbox) -> dict[str, object]:
     """What is switched on, read inside the sandbox from /proc, and what its node says that it cannot enforce."""
     script = (
         "cat /proc/self/uid_map | head -n 1; grep -E '^(Seccomp|NoNewPrivs|CapEff):' /proc/self/status;"
@@ -176,6 +180,9 @@ async def features(sandbox: libdsec.Sandbox) -> dict[str, object]:
         "seccomp": inside["Seccomp"].strip() == "2",
         "no_new_privs": inside["NoNewPrivs"].strip() == "1",
         "capabilities": inside["CapEff"].strip(),
+        "disk_limit": int(lines[7].split()[1]) * 1024 <= info.resources.disk,
+        "durable_record": session.records() > 0,
+        "cgroups": "v2" if Path("/sys/fs/cgroup/cgroup.controllers").exists() else "v1",
         "root": lines[6].split(" - ")[1].split()[0] if " - " in lines[6] else "",
         "root_kib": int(lines[7].split()[1]),
         "limits": {"memory": info.resources.memory, "pids": info.resources.pids, "cpus": info.resources.cpus},

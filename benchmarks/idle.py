@@ -37,7 +37,7 @@ async def run(options: Namespace) -> dict[str, object]:
         spec = libdsec.spec(session.image, **limits)
         async with session.client.sandbox(session.image, **limits) as sandbox:  # what the first one warms is not the second one's cost
             await harness.answered(sandbox)
-            features = await harness.features(sandbox)
+            features = await harness.features(session, sandbox)
         await asyncio.sleep(options.settle)
         before, edge_before = available(), session.edge_rss()
         async with session.client.burst(spec, options.n, deadline=300) as burst:

@@ -33,6 +33,6 @@ async def run(options: Namespace) -> dict[str, object]:
             "mib_s": harness.rounded(options.mib / seconds, 1),
             "mib": options.mib,
             "seconds": harness.rounded(seconds, 3),
-            "features": await harness.features(sandbox),
+            "features": await harness.features(session, sandbox),
             "driver": session.driver,
         }
