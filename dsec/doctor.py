@@ -473,7 +473,7 @@ def _network() -> Answer:
     if why := nft.trouble():
         return "missing", why
     if why := nft.firewall_trouble():
-        return "fallback", f"open sandboxes reach nothing: {why}"
+        return "fallback", why
     return "ok", "nftables, and IPv4 is forwarded"
 
 

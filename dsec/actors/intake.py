@@ -16,7 +16,7 @@ from dsec.actors.store import Record
 from dsec.backends.base import LaunchPlan
 from dsec.backends.plan import memory_bytes
 from dsec.bus.messages import Failed, LaunchItem, LaunchReply, LaunchRequest, Placed, ReadyItem, Refusal
-from dsec.errors import Busy, Denied, DsecError, InvalidRequest, NodeError, NotFound, SandboxGone
+from dsec.errors import Busy, Denied, DsecError, InvalidRequest, NodeError, NotFound, SandboxGone, Unsupported
 from dsec.model import SandboxId, SandboxSpec, State, new_ulid
 
 if TYPE_CHECKING:
@@ -146,6 +146,8 @@ class Intake:
             plan = edge.host.plan(spec, SandboxId(edge.name, ulid), slot, resolved)
         except DsecError as error:
             self.slots.give_back(slot)
+            if isinstance(error, Unsupported):  # as with a layer: another node may have what this one has not
+                return Refusal(index=item.index, error=error.body(), filter="layers")
             return Refusal(index=item.index, error=error.body(), final=not error.retryable, filter="spec")
         want = demand_of(plan)
         if refused_by := edge.ledger.reserve(ulid, want):

@@ -32,6 +32,7 @@ from dsec.security.network import Block, Denied, Ruleset, Wiring
 
 T = TypeVar("T")
 RESOLVER_TIMEOUT = 15.0  # seconds until it must serve
+GUARD_PERIOD = 1.0  # seconds between two looks whether the table is there
 TOP = "top"  # directory of a sandbox's state: a layer above all others with the files that the network needs
 
 
@@ -51,6 +52,8 @@ class OpenNetwork:
         self._claimed = False
         self._child: subprocess.Popen[bytes] | None = None
         self._watching: asyncio.Task[None] | None = None
+        self._wired: dict[str, Wiring] = {}  # by interface: what the table must hold
+        self._guarding: asyncio.Task[None] | None = None
         self._ending: list[tuple[str, Wiring | None, asyncio.Future[None]]] = []
         self._unwiring: asyncio.Task[None] | None = None
         self._mtu = 1500
@@ -125,6 +128,8 @@ class OpenNetwork:
                 await self.look()
                 raise NodeError(f"another has taken {block.net4} ({error.message}); a new try gets others", reason="address") from error
             await self._serve(block)
+            if self._guarding is None or self._guarding.done():
+                self._guarding = asyncio.get_running_loop().create_task(self._guard(block))
         except OSError as error:
             raise NodeError(f"network: {error}", reason="network") from error
 
@@ -141,8 +146,23 @@ class OpenNetwork:
                 file.write(msgspec.json.encode(block))
                 os.fsync(file.fileno())
             os.replace(part, self._record)
-            nft.load(Ruleset(block=block, denied=self._denied, connections=self.config.connections))
+            nft.load(self._ruleset(block))
             nft.own_gateway(block)
+
+    async def _guard(self, block: Block) -> None:
+        """Puts the table back when somebody flushes the node's whole ruleset: without it sandboxes reach each other and the node."""
+        while not self._closed:
+            await asyncio.sleep(GUARD_PERIOD)
+            try:
+                if not await self._in(nft.there, block.table):
+                    sys.stderr.write(f"dsec: the table {block.table} was removed by another program; it is made again\n")
+                    await self._in(nft.load, self._ruleset(block))
+                    await self._in(nft.allow, list(self._wired.values()), block.table)
+            except (OSError, DsecError) as error:
+                sys.stderr.write(f"dsec: the table {block.table}: {error}\n")
+
+    def _ruleset(self, block: Block) -> Ruleset:
+        return Ruleset(block=block, denied=self._denied, connections=self.config.connections)
 
     async def _serve(self, block: Block) -> None:
         """Sees to it that the resolver serves, with this configuration. One of an earlier start is kept."""
@@ -224,6 +244,7 @@ class OpenNetwork:
         """Gives a sandbox its interface. Raises `NodeError`; then nothing of it is left."""
         assert plan.wiring is not None
         assert self.block is not None
+        self._wired[plan.wiring.link] = plan.wiring
         try:
             await self._in(
                 functools.partial(
@@ -244,7 +265,9 @@ class OpenNetwork:
         Those that end at the same time are done together. Raises `NodeError`."""
         assert self.block is not None
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._ending.append((network.link_name(self.block.prefix, ulid), wiring, done))
+        link = network.link_name(self.block.prefix, ulid)
+        self._wired.pop(link, None)
+        self._ending.append((link, wiring, done))
         if self._unwiring is None or self._unwiring.done():
             self._unwiring = asyncio.get_running_loop().create_task(self._unwire(self.block.table))
         try:
@@ -271,7 +294,8 @@ class OpenNetwork:
             assert plan.wiring is not None
             await self.up(plan.wiring)
             assert self.block is not None
-            await self._in(nft.allow, plan.wiring, self.block.table)
+            await self._in(nft.allow, [plan.wiring], self.block.table)
+            self._wired[plan.wiring.link] = plan.wiring
         except (DsecError, OSError) as error:
             sys.stderr.write(f"dsec: the network of {plan.id}: {error}\n")
 
@@ -323,9 +347,10 @@ class OpenNetwork:
         self._closed = True
         if pending := [task for task in (self._up, self._unwiring) if task is not None]:
             await asyncio.wait(pending)
-        if self._watching is not None:
-            self._watching.cancel()
-            await asyncio.wait([self._watching])
+        for task in (self._watching, self._guarding):
+            if task is not None:
+                task.cancel()
+                await asyncio.wait([task])
         self._pool.shutdown(wait=False)
 
     async def shutdown(self) -> None:
@@ -333,6 +358,9 @@ class OpenNetwork:
         self._closed = True
         if self.active:
             assert self.block is not None
+            if self._guarding is not None:
+                self._guarding.cancel()
+                await asyncio.wait([self._guarding])
             await self._quit()
             block = self.block
 

@@ -44,7 +44,7 @@ RTPROT_DSEC = 0xD5  # not in use by anyone in iproute2's rt_protos: it marks our
 NDA_DST, NDA_LLADDR, NUD_PERMANENT = 1, 2, 0x80
 
 NFNL_SUBSYS_NFTABLES = 10 << 8
-NFT_MSG_DELTABLE, NFT_MSG_NEWSETELEM, NFT_MSG_GETSETELEM, NFT_MSG_DELSETELEM = 2, 12, 13, 14
+NFT_MSG_GETTABLE, NFT_MSG_DELTABLE, NFT_MSG_NEWSETELEM, NFT_MSG_GETSETELEM, NFT_MSG_DELSETELEM = 1, 2, 12, 13, 14
 NFNL_MSG_BATCH_BEGIN, NFNL_MSG_BATCH_END = 16, 17
 NFPROTO_INET = 1
 NFTA_TABLE_NAME = 1
@@ -202,6 +202,10 @@ def set_elements(table: str, name: str, elements: Sequence[tuple[bytes, bytes]],
 def get_elements(table: str, name: str) -> Message:
     payload = _nfgen(NFPROTO_INET) + attribute(NFTA_LIST_TABLE, _name(table)) + attribute(NFTA_LIST_SET, _name(name))
     return Message(NFNL_SUBSYS_NFTABLES | NFT_MSG_GETSETELEM, NLM_F_DUMP, payload, ack=False)
+
+
+def get_table(table: str) -> Message:
+    return Message(NFNL_SUBSYS_NFTABLES | NFT_MSG_GETTABLE, 0, _nfgen(NFPROTO_INET) + attribute(NFTA_TABLE_NAME, _name(table)))
 
 
 def del_table(table: str) -> Message:

@@ -51,13 +51,18 @@ def trouble6() -> str:
     return "" if forwards == "1" else "its forwarding is off: sysctl -w net.ipv6.conf.all.forwarding=1 (and restart the Edge)"
 
 
-def firewall_trouble(own: str = "") -> str:
-    """Another table's base chain that drops forwarded packets by default (Docker's does): open sandboxes then reach nothing. The command
-    that helps is for a person: this project changes no table but its own."""
+def firewall_trouble() -> str:
+    """Another table's base chain that drops by default what sandboxes send (Docker's drops what is forwarded). It may have rules that let
+    them pass, which is not looked at. The commands are for a person: this project changes no table but its own."""
     for chain in _base_chains():
-        if chain.get("hook") == "forward" and chain.get("policy") == "drop" and chain.get("table") != own:
-            name = f"{chain['family']} {chain['table']} {chain['name']}"
-            return f"chain {name} drops forwarded packets by default: nft insert rule {name} iifname 'ds*' accept, and the same for oifname"
+        if chain.get("policy") != "drop":
+            continue
+        name = f"{chain['family']} {chain['table']} {chain['name']}"
+        if chain.get("hook") == "forward":
+            both = f"nft insert rule {name} iifname 'ds*' accept; nft insert rule {name} oifname 'ds*' accept"
+            return f"chain {name} drops what is forwarded, unless a rule accepts it: {both}"
+        if chain.get("hook") == "input":
+            return f"chain {name} drops what comes in, names are then not resolved: nft insert rule {name} iifname 'ds*' th dport 53 accept"
     return ""
 
 
@@ -133,6 +138,15 @@ def load(ruleset: Ruleset) -> None:
         raise NodeError(f"nft: {done.stderr.strip()[:600]}", reason="network", retryable=False)
 
 
+def there(table: str) -> bool:
+    """Whether the table still exists: a node's firewall may flush the whole ruleset when it is loaded again. Raises `OSError`."""
+    with Netlink(NETLINK_NETFILTER) as filters:
+        code = filters.send([netlink.get_table(table)])[0]
+    if code not in (0, errno.ENOENT):
+        raise OSError(code, f"table {table}: {os.strerror(code)}")
+    return code == 0
+
+
 def own_gateway(block: Block, *, delete: bool = False) -> None:
     """The resolver's address becomes one of the node's, by a local route and without an interface. Raises `OSError`."""
     with Netlink(NETLINK_ROUTE) as route:
@@ -166,7 +180,7 @@ def wire(wiring: Wiring, *, table: str, alias: str, pid: int, cgroup: str, mtu: 
         if cgroup not in Path(f"/proc/{pid}/cgroup").read_text():
             raise ProcessLookupError(errno.ESRCH, f"process {pid} is not the sandbox's")
         with Netlink(NETLINK_ROUTE) as route:
-            allow(wiring, table)
+            allow([wiring], table)
             try:
                 route.run([netlink.new_veth(wiring.link, HOST_MAC, mtu, INTERFACE, wiring.mac, inside)], f"veth {wiring.link}")
             except BaseException:
@@ -262,9 +276,10 @@ def delete_links(names: Iterable[str]) -> None:
                 raise OSError(code, f"remove {name}: {os.strerror(code)}")
 
 
-def allow(wiring: Wiring, table: str) -> None:
-    """The sandbox's rules, where they may be there already. Raises `OSError`."""
-    _elements(wiring.messages(table), "elements")
+def allow(wirings: Iterable[Wiring], table: str) -> None:
+    """The sandboxes' rules, where they may be there already. Raises `OSError`."""
+    for wiring in wirings:
+        _elements(wiring.messages(table), "elements")
 
 
 def _elements(messages: list[Message], what: str) -> None:

@@ -412,3 +412,17 @@ async def test_a_hundred_sandboxes_cost_the_hundredth_what_the_first_did(node: Y
     await asyncio.gather(*(box.stop() for box in boxes))
     assert await eventually(lambda: not links(backend.node.net.prefix))
     assert nft.keys(backend.node.net.table, "sources4") == []
+
+
+async def test_a_flushed_ruleset_is_put_back(node: Yard) -> None:
+    """A node's firewall that is loaded again flushes every table: within seconds ours is there again, with the rules of what lives."""
+    backend = await node.backend(network=CONFIG)
+    box, other = await start(node, backend), await start(node, backend)
+    await greet(other, 9000)
+    output("nft", "flush", "ruleset")
+    assert await eventually(lambda: len(nft.keys(backend.node.net.table, "answers")) == 2)
+    assert (await get(box, other.plan.wiring.address4, 9000)).startswith("failed")
+    assert await get(box, FAR4) == NODE4
+    output("nft", "add", "table", "ip", "strict")
+    output("nft", "add", "chain", "ip", "strict", "f", "{ type filter hook forward priority 0; policy drop; }")
+    assert "chain ip strict f drops what is forwarded" in nft.firewall_trouble()
