@@ -163,7 +163,7 @@ async def test_open_sandbox_of_a_cluster_outlives_a_killed_edge(
     async with cluster, libdsec.connect(cluster.url) as dsec:
         options: Any = {"memory": "128MiB", "disk": "32MiB", "cpus": 0.5}
         with pytest.raises(libdsec.DsecError, match="rules are not enforced yet"):
-            async with dsec.sandbox("debian-12", network=["pypi.org:443"], **options):
+            async with dsec.sandbox("debian-12", network=["index.example.org:443"], **options):
                 pass
         async with dsec.sandbox("debian-12", network="open", on_client_loss="keep", **options) as sb:
             info = await sb.info()

@@ -80,7 +80,7 @@ def test_edges_seldom_want_the_same_block() -> None:
         (lambda: network.blocks("10.208.0.1/12", 18), "network.ipv4_range"),
         (lambda: network.blocks("10.0.0.0/8", 29), "network.ipv4_block"),
         (lambda: network.prefix6("fd00::/80", "e", "/s"), "network.ipv6_prefix"),
-        (lambda: network.check_deny(["pypi.org"]), "network.deny"),
+        (lambda: network.check_deny(["index.example.org"]), "network.deny"),
     ],
 )
 def test_wrong_configuration_names_the_key(call: object, field: str) -> None:
@@ -148,7 +148,7 @@ def test_rules_are_refused_though_open_is_given() -> None:
     """No rule is silently taken for ``open``."""
     node = Node(edge="n1", state_dir="/x", net=BLOCK)
     for policy in (
-        NetworkPolicy(mode="rules", rules=("pypi.org:443",)),
+        NetworkPolicy(mode="rules", rules=("index.example.org:443",)),
         NetworkPolicy(mode="open", rules=("x",)),
         NetworkPolicy(mode="all"),
     ):
