@@ -143,7 +143,7 @@ async def session(options: Namespace) -> AsyncIterator[Session]:
     store = LayerStore(Path(options.cache) / "layers")
     image = await make_base(store, options.base)
     state = Path(tempfile.mkdtemp(prefix=f"dsec-{mark}-"))
-    overrides: dict[str, dict[str, object]] = {"layers": {"store_dir": str(store.root)}, "edge": {"memory_overcommit": 4.0}}
+    overrides: dict[str, dict[str, object]] = {"layers": {"store_dir": str(store.root)}}
     try:
         async with Cluster(state, edges=(mark,), overrides=overrides) as cluster, libdsec.connect(cluster.url) as client:
             yield Session(cluster, client, store, image)

@@ -68,7 +68,7 @@ class EdgeConfig(Room, frozen=True):
     slots: Annotated[int, Meta(ge=1, le=1_000_000, description="sandboxes at most, paused ones not counted")] = 4_000
     memory: Annotated[int, Meta(ge=0, description="memory for sandboxes; 0 = what the node has less memory_reserve")] = 0
     memory_reserve: Annotated[int, Meta(ge=0, description="kept for the Edge, the holder and the page cache")] = GIB
-    memory_overcommit: Annotated[float, Meta(gt=0, le=64, description="memory limits admitted per byte of memory")] = 1.0
+    memory_overcommit: Annotated[float, Meta(gt=0, le=64, description="memory limits admitted per byte of memory")] = 4.0
     cpus: Annotated[float, Meta(ge=0, description="cores for sandboxes; 0 = what the node has")] = 0.0
     cpu_overcommit: Annotated[float, Meta(gt=0, le=1_000, description="cpu shares admitted per core")] = 128.0
     pids: Annotated[int, Meta(ge=0, description="processes expected at most; 0 = pid_max - 4096")] = 0

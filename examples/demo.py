@@ -180,8 +180,7 @@ async def run(count: int, say: Reporter, cache: Path) -> Summary:
     try:
         layers = await make_layers(trajectory, cache, say)
         say.say("starting nats-server, Scheduler, Watcher and one Edge")
-        # Limits may add up to more than the machine has: most of a sandbox's limit is never used.
-        overrides: dict[str, dict[str, object]] = {"layers": {"store_dir": str(cache / "layers")}, "edge": {"memory_overcommit": 4.0}}
+        overrides: dict[str, dict[str, object]] = {"layers": {"store_dir": str(cache / "layers")}}
         async with Cluster(state, edges=(mark,), overrides=overrides) as cluster:
             members, took = await job(cluster.url, layers, trajectory, count, say)
             say.say("stopping")

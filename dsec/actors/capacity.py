@@ -1,7 +1,7 @@
 """The admission ledger of an Edge: what is promised to sandboxes, never above a limit at any instant. Pure.
 
-Memory is a hard promise: the memory limit plus the bytes of a tmpfs upper (they are memory too). CPU is a share that may be
-overcommitted. Processes are admitted by what is expected of them, slots by count; what is being started is capped apart.
+Memory is the memory limit plus the bytes of a tmpfs upper (they are memory too). Few sandboxes use what they may, so limits are
+overcommitted as CPU shares are; what all of them really use is bounded by their common cgroup, so the node itself is never at stake. Processes are admitted by what is expected of them, slots by count; what is being started is capped apart.
 Each reservation has one owner (a ulid); reserving twice or releasing twice changes nothing.
 """
 
@@ -25,6 +25,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     slots: int
     pids: int
     starting: int
+    largest: int = 0  # bytes that one sandbox may be promised: what there really is; 0 = as `memory`
 
 
 class Demand(msgspec.Struct, frozen=True):
@@ -42,16 +43,21 @@ def demand(spec: SandboxSpec, *, tmpfs_upper: bool) -> Demand:
     return Demand(r.memory + (r.disk if on_tmpfs else 0), r.cpus, r.pids)
 
 
+def room(config: EdgeConfig, memory: int) -> int:
+    """Bytes that all sandboxes together may really use (the limit of their common cgroup); admission may promise more."""
+    return config.memory or max(0, memory - config.memory_reserve)
+
+
 def limits(config: EdgeConfig, *, memory: int, cpus: int, pid_max: int) -> Limits:
     """The ledger's limits from the configuration and what the node has."""
-    room = config.memory or max(0, memory - config.memory_reserve)
     pids = config.pids or max(64, pid_max - 4096)
     return Limits(
-        memory=int(room * config.memory_overcommit),
+        memory=int(room(config, memory) * config.memory_overcommit),
         cpus=(config.cpus or cpus) * config.cpu_overcommit,
         slots=config.slots,
         pids=int(pids * config.pids_overcommit),
         starting=config.starting_max or max(4, min(8, 2 * cpus)),
+        largest=room(config, memory),
     )
 
 
@@ -87,7 +93,7 @@ class Ledger:
     def never_fits(self, want: Demand) -> str:
         """The filter that would refuse ``want`` even on this node when empty; "" when it could fit."""
         most = self.limits
-        if want.memory > most.memory:
+        if want.memory > (most.largest or most.memory):
             return "memory"
         if want.cpus > most.cpus + 1e-6:
             return "cpus"

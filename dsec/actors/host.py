@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 import msgspec
 import structlog
 
+from dsec.actors import capacity
 from dsec.backends.base import Backend, Capabilities, LaunchPlan
 from dsec.backends.plan import Node, make_plan
 from dsec.config import Config
@@ -139,6 +140,7 @@ class Host:
                 generation=self.generation,
                 runtime=self.config.container.runtime,
                 cgroup_root=self.config.container.cgroup_root,
+                memory=capacity.room(self.config.edge, capacity.node_has()[0]),
                 userns=self.config.container.userns,
                 network=self.config.network,
                 bus=await bus_endpoints(self.config.bus.url),

@@ -59,6 +59,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     generation: int
     runtime: str = "auto"  # auto | crun | runc | a path
     cgroup_root: str = ""  # "" = dsec
+    memory: int = 0  # bytes that all sandboxes together may use; 0 = no such limit
     userns: bool = True
     launcher: str = ""  # paths of the static programs; "" = the package's own, built when absent
     guest: str = ""
@@ -109,7 +110,7 @@ class ContainerBackend:
         root = opts.cgroup_root or "dsec"
         self._cgroups = Cgroups(f"{root}/{opts.edge}", await asyncio.to_thread(detect), devices=not userns)
         await asyncio.to_thread(self._make_directories)
-        await asyncio.to_thread(self._cgroups.open)
+        await asyncio.to_thread(self._cgroups.open, opts.memory)
         try:
             await self._equip(opts, root, userns, why)
         except BaseException:

@@ -150,8 +150,9 @@ class Cgroups:
         self._live = 0
         self._devices = devices and self.version == 1 and "devices" in self.hierarchy.roots
 
-    def open(self) -> None:
-        """Make the parent groups. Raises `Unsupported` where memory or pids cannot be limited."""
+    def open(self, memory: int = 0) -> None:
+        """Make the parent groups; ``memory`` bytes are the limit of all sandboxes together (0: none), so that admitting more than the
+        node has costs a sandbox and never the node. Raises `Unsupported` where memory or pids cannot be limited."""
         lacking = [name for name in ("memory", "pids", "cpu", "freezer") if name not in self.hierarchy.roots]
         if lacking:
             raise Unsupported(f"no {', '.join(lacking)} cgroup controller here", reason="cgroup", fix="mount the controllers (dsec doctor)")
@@ -170,6 +171,9 @@ class Cgroups:
         with open("/proc/sys/kernel/pid_max") as file:
             most = int(file.read()) - PID_RESERVE
         _write(f"{self._path('pids', '')}/pids.max", str(max(most, 1024)))
+        if memory:
+            file = "memory.max" if self.version == 2 else "memory.limit_in_bytes"
+            _write(f"{self._path('memory', '')}/{file}", str(memory))
 
     def _weigh(self, path: str) -> None:
         """All sandboxes together weigh as much as one busy process a core, as Kubernetes weighs its pods: a group weighs as much as

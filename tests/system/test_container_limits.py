@@ -35,6 +35,25 @@ async def test_c23_memory_hog_is_killed_and_counted(leftovers: object, yard: Yar
     assert (await sh(box, "echo alive"))[1] == "alive\n"
 
 
+async def test_sandboxes_together_stay_within_the_node(leftovers: object, yard: Yard) -> None:
+    """Limits that add up to more than there is are safe: the common limit kills in a sandbox, and it is counted there."""
+    backend = await yard.backend(memory=160 * MIB)
+    boxes = [await backend.launch(yard.plan(backend.node, resources=Resources(memory=128 * MIB, disk=16 * MIB))) for _ in range(2)]
+    hold = (
+        "/bin/python3",
+        "-c",
+        "import time; x = bytearray(90 << 20); x[::4096] = b'x' * len(x[::4096]); print('held', flush=True); time.sleep(60)",
+    )
+    ops = [os.urandom(16).hex() for _ in boxes]
+    for box, op in zip(boxes, ops, strict=True):
+        await box.link.start(op, ExecSpec(argv=hold, background=True))
+        await asyncio.sleep(1)
+    ends = [await box.link.wait(op, 1) for box, op in zip(boxes, ops, strict=True)]
+    assert sorted(end.running for end in ends) == [False, True]
+    assert sum([(await box.usage()).oom_kills for box in boxes]) == 1
+    assert [(await sh(box, "echo alive"))[1] for box in boxes] == ["alive\n"] * 2
+
+
 async def test_c22_fork_bomb_is_bounded(leftovers: object, yard: Yard) -> None:
     """A fork bomb fills its own sandbox only: the neighbour answers, stop works, and the limit is the one that was asked."""
     backend = await yard.backend()

@@ -49,7 +49,7 @@ def test_limits_come_from_the_node_and_the_configuration() -> None:
     """0 means: what the node has, less the reserve, times the overcommit; 4 to 8 start at one time."""
     config = EdgeConfig(memory_reserve=2 * GIB, memory_overcommit=1.5, cpu_overcommit=10, pids_overcommit=2)
     got = limits(config, memory=10 * GIB, cpus=2, pid_max=32768)
-    assert got == Limits(memory=12 * GIB, cpus=20.0, slots=4000, pids=57344, starting=4)
+    assert got == Limits(memory=12 * GIB, cpus=20.0, slots=4000, pids=57344, starting=4, largest=8 * GIB)
     assert limits(EdgeConfig(starting_max=3), memory=GIB, cpus=64, pid_max=4096).starting == 3
     assert limits(EdgeConfig(), memory=GIB, cpus=64, pid_max=4096).starting == 8
 
