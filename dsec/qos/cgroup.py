@@ -172,8 +172,7 @@ class Cgroups:
             most = int(file.read()) - PID_RESERVE
         _write(f"{self._path('pids', '')}/pids.max", str(max(most, 1024)))
         if memory:
-            file = "memory.max" if self.version == 2 else "memory.limit_in_bytes"
-            _write(f"{self._path('memory', '')}/{file}", str(memory))
+            _write(f"{self._path('memory', '')}/{'memory.max' if self.version == 2 else 'memory.limit_in_bytes'}", str(memory))
 
     def _weigh(self, path: str) -> None:
         """All sandboxes together weigh as much as one busy process a core, as Kubernetes weighs its pods: a group weighs as much as
