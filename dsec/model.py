@@ -226,6 +226,7 @@ class ExecSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     head: int = 64 * 1024  # bytes kept of the beginning of each stream
     tail: int = 256 * 1024  # and of its end
     stream: bool = False  # a reader will follow: back-pressure instead of dropping while it holds the stream
+    service: bool = False  # argv names a service of the guest itself (dsec:connect, dsec:pack, dsec:unpack, dsec:watch), not a program
 
 
 class Captured(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -263,7 +264,9 @@ class FileRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     """One bounded file operation, resolved inside the sandbox's root (openat2 RESOLVE_IN_ROOT), as `user`.
 
     ``verb``: read (offset, length <= 256 KiB), write (offset, data <= 256 KiB; create, truncate), stat, list (cursor in
-    `offset`, at most `length` entries), mkdir (parents when `create`), remove (recursive when `recursive`), rename (`path` -> `target`).
+    `offset`, at most `length` entries), mkdir (parents when `create`), remove (recursive when `recursive`), rename (`path` -> `target`),
+    chmod (`mode`), chown (`target` = user or user:group; not through a link), symlink (`path` is the new link, `target` what it says), link
+    (`target` is the new name), touch (`offset` = nanoseconds since 1970).
     """
 
     verb: str

@@ -1,22 +1,25 @@
-"""Files inside a sandbox: small ones whole, large ones in pieces with a window of requests in flight."""
+"""Files inside a sandbox: small ones whole, large ones in pieces with a window of requests in flight, trees as streamed tars."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import fnmatch
 import io
 import os
 import posixpath
 import secrets
 import stat as stat_module
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
-from dsec.errors import Conflict, Denied, DsecError, InvalidRequest, NotFound, SandboxError
+from dsec.errors import Denied, DsecError, InvalidRequest, NotFound, SandboxError
 from dsec.model import FileReply, FileRequest, Stat
 from libdsec.spec import text, user_name, whole
+from libdsec.tree import Unpacked, download_tree, pack_inside, unpack_inside, upload_tree
+from libdsec.watch import FileEvent, watch_tree
 
 if TYPE_CHECKING:
     from libdsec.sandbox import Sandbox
@@ -25,6 +28,7 @@ PIECE = 256 * 1024  # what the guest takes in one request
 WINDOW = 8  # pieces in flight: 2 MiB, whatever the file's size
 TIMEOUT = 60.0  # seconds for one piece
 READ_LIMIT = 64 << 20
+TREE_LIMIT = 64 << 30  # bytes of files that a download of a directory takes, holes included
 LINKS = 40  # as the kernel follows
 
 Progress = Callable[[int, int], None]
@@ -45,11 +49,17 @@ class Files:
         return Files(self._sandbox, user_name(user))
 
     # ------------------------------------------------------------------ whole files
-    async def read(self, path: str, *, limit: int = READ_LIMIT) -> bytes:
-        """The file's content, at most ``limit`` bytes (64 MiB): larger ones are for `download`."""
+    async def read(self, path: str, *, offset: int = 0, length: int | None = None, limit: int = READ_LIMIT) -> bytes:
+        """The file's content, or ``length`` bytes of it from ``offset``; at most ``limit`` bytes (64 MiB).
+
+        Larger ones are for `download`.
+        """
         parts: list[bytes] = []
         size = 0
-        async for piece in self._pieces(path):
+        offset = whole(offset, "offset", 0, 1 << 62)
+        if length is not None:
+            length = whole(length, "length", 0, limit)
+        async for piece in self._pieces(path, offset, length):
             size += len(piece)
             if size > limit:
                 raise InvalidRequest(f"is longer than {limit} bytes", field="path", value=path, fix="use files.download, or raise limit=")
@@ -91,10 +101,12 @@ class Files:
                 await self._fill(target, pieces(), kept, user="", truncate=True)
 
     # ------------------------------------------------------------------ transfers
-    async def upload(self, source: str | os.PathLike[str], target: str, *, progress: Progress | None = None) -> int:
-        """Copy a local file or directory into the sandbox; bytes copied. A file's mode goes with it, links are copied as links.
+    async def upload(self, source: str | os.PathLike[str], target: str, *, owners: bool = False, progress: Progress | None = None) -> int:
+        """Copy a local file or directory into the sandbox; bytes copied.
 
-        ``target`` is the file's (or directory's) own name inside, not the directory to put it into; missing parents are made.
+        ``target`` is the file's (or directory's) own name inside, not the directory to put it into; missing parents are made. Of a
+        directory go modes, times, symbolic and hard links, holes and ``user.*`` attributes; everything belongs to the run-as user
+        unless ``owners`` (then owners, set-id bits and file capabilities go too, as far as that user may set them).
         """
         local = Path(source)
         info = await asyncio.to_thread(_local_stat, local)
@@ -102,21 +114,102 @@ class Files:
             return await self._upload_file(local, target, info, progress)
         if not stat_module.S_ISDIR(info.st_mode):
             raise InvalidRequest("is neither a file nor a directory", field="source", value=str(local))
-        return await self._upload_tree(local, target, progress)
+        return await upload_tree(self._sandbox, self._user, local, _path(target), owners, progress)
 
-    async def download(self, source: str, target: str | os.PathLike[str], *, progress: Progress | None = None) -> int:
+    async def download(
+        self,
+        source: str,
+        target: str | os.PathLike[str],
+        *,
+        owners: bool = False,
+        limit: int = TREE_LIMIT,
+        progress: Progress | None = None,
+    ) -> int:
         """Copy a file or directory of the sandbox to a local path; bytes copied.
 
-        A local file appears whole or not at all. Names that a hostile sandbox might send cannot leave ``target``: links are
-        made last, as links, and nothing is ever written through one.
+        A local file appears whole or not at all. Of a directory come modes, times, links (as they are, absolute ones too), holes and
+        ``user.*`` attributes; with ``owners``, for root, also owners and set-id bits. Whatever a hostile sandbox sends, nothing is
+        written outside of ``target``: no link is ever followed there, device nodes are left out. ``limit`` bounds the bytes of a tree.
         """
         local = Path(target)
         info = await self.stat(source, follow=True)
         if info.kind == "dir":
-            return await self._download_tree(source, local, progress)
+            return await download_tree(self._sandbox, self._user, _path(source), local, owners, limit, progress)
         return await self._download_file(source, local, info, progress)
 
+    async def upload_tar(self, stream: AsyncIterable[bytes], target: str, *, owners: bool = True) -> Unpacked:
+        """Unpack a tar (PAX, GNU or ustar; not compressed) into the directory ``target``, made where absent.
+
+        Nothing lands outside of it, whatever the archive says. ``owners`` as in the archive where the user may set them.
+        Raises `InvalidRequest` for the archive's faults, with the member as its value; what came before it stays.
+        """
+        return await unpack_inside(self._sandbox, self._user, stream, _path(target), owners)
+
+    def download_tar(self, *paths: str, name: str = "", follow: bool = False) -> AsyncIterator[bytes]:
+        """Paths of the sandbox as one tar (PAX), piece by piece. Each is called by its own last part in the archive.
+
+        ``name`` calls the only path otherwise ("." puts a directory's content at the archive's root); ``follow``: where a path itself
+        is a link, what it points to. Raises `NotFound`, `Denied` for what the user may not read. The end comes only if all is there.
+        """
+        if not paths or (name and len(paths) > 1):
+            raise InvalidRequest("one path with a name, or several without", field="name", value=name)
+        return pack_inside(self._sandbox, self._user, [_path(path) for path in paths], name, follow)
+
+    async def watch(self, path: str, *, recursive: bool = False) -> AsyncGenerator[FileEvent]:
+        """Changes in a directory, as they happen: ``async for event in files.watch("/work", recursive=True)``.
+
+        The first event is ``ready``: what happens after it is told. At most 8,192 directories are watched; when the kernel's queue
+        ran over an ``overflow`` says so. Ends when the directory is removed. Raises `NotFound`, `SandboxError` (no inotify left).
+        """
+        async for event in watch_tree(self._sandbox, self._user, _path(path), recursive):
+            yield event
+
     # ------------------------------------------------------------------ names
+    async def glob(self, pattern: str) -> list[str]:
+        """Paths that match, sorted: ``*``, ``?`` and ``[…]`` within one part, as a shell expands them (hidden names need a dot)."""
+        found = ["/"]
+        for part in _path(pattern).split("/"):
+            if not part:
+                continue
+            if not any(sign in part for sign in "*?["):
+                found = [posixpath.join(base, part) for base in found]
+                continue
+            matched: list[str] = []
+            for base in found:
+                with contextlib.suppress(NotFound, Denied):
+                    names = [entry.name for entry in await self.list(base)]
+                    wanted = [name for name in names if fnmatch.fnmatchcase(name, part) and (part[0] == "." or name[0] != ".")]
+                    matched += [posixpath.join(base, name) for name in wanted]
+            found = matched
+        return sorted([path for path in found if await self.exists(path)])
+
+    async def chmod(self, path: str, mode: int) -> None:
+        """Change a file's mode; follows a link, as the command does."""
+        await self._ask(FileRequest(verb="chmod", path=_path(path), mode=whole(mode, "mode", 0, 0o7777), user=self._user))
+
+    async def chown(self, path: str, owner: str) -> None:
+        """Change the owner (``user``, ``uid``, ``user:group``); of a link, the link's own."""
+        await self._ask(FileRequest(verb="chown", path=_path(path), target=user_name(owner, "owner"), user=self._user))
+
+    async def symlink(self, path: str, target: str) -> None:
+        """Make the symbolic link ``path`` that says ``target``. Raises `Conflict` when the name exists."""
+        await self._ask(FileRequest(verb="symlink", path=_path(path), target=text(target, "target"), user=self._user), repeat=False)
+
+    async def readlink(self, path: str) -> str:
+        """What a symbolic link says."""
+        found = await self.stat(path)
+        if found.kind != "link":
+            raise InvalidRequest("is not a symbolic link", field="path", value=path)
+        return found.target
+
+    async def link(self, path: str, target: str) -> None:
+        """Give a file a second name, ``target``."""
+        await self._ask(FileRequest(verb="link", path=_path(path), target=_path(target), user=self._user), repeat=False)
+
+    async def touch(self, path: str, mtime: float) -> None:
+        """Set the time of the last change (seconds since 1970) of a file that exists."""
+        await self._ask(FileRequest(verb="touch", path=_path(path), offset=int(mtime * 1e9), user=self._user))
+
     async def stat(self, path: str, *, follow: bool = False) -> Stat:
         """Of the path itself; with ``follow``, of what a link points to. Raises `NotFound`."""
         if follow:
@@ -176,22 +269,25 @@ class Files:
     async def _ask(self, request: FileRequest, *, repeat: bool = True, bulk: bool = False) -> FileReply:
         return await self._sandbox._request("files", request, FileReply, timeout=TIMEOUT, repeat=repeat, bulk=bulk)
 
-    async def _pieces(self, path: str) -> AsyncIterator[bytes]:
+    async def _pieces(self, path: str, start: int = 0, length: int | None = None) -> AsyncIterator[bytes]:
         """The content in order, with `WINDOW` reads under way."""
         checked = _path(path)
         flying: deque[tuple[int, asyncio.Task[FileReply]]] = deque()
-        ahead = 0
+        ahead = start
+        end = None if length is None else start + length
         window = 1  # most files are small: look at the first piece before asking for more
         try:
             while True:
-                while len(flying) < window:
+                while len(flying) < window and (end is None or ahead < end):
                     request = FileRequest(verb="read", path=checked, offset=ahead, length=PIECE, user=self._user)
                     flying.append((ahead, asyncio.ensure_future(self._ask(request, bulk=True))))
                     ahead += PIECE
+                if not flying:
+                    return
                 offset, task = flying.popleft()
                 reply = await task
                 if reply.data:
-                    yield reply.data
+                    yield reply.data if end is None else reply.data[: end - offset]
                 if reply.eof or not reply.data:
                     return
                 window = WINDOW
@@ -272,28 +368,6 @@ class Files:
         with await asyncio.to_thread(local.open, "rb") as file:
             return await self._put(target, pieces(file), stat_module.S_IMODE(info.st_mode))
 
-    async def _upload_tree(self, local: Path, target: str, progress: Progress | None) -> int:
-        total = 0
-        links: list[tuple[str, str]] = []
-        await self.mkdir(target)
-        for path in await asyncio.to_thread(lambda: sorted(local.rglob("*"))):
-            info = await asyncio.to_thread(path.lstat)
-            inside = posixpath.join(target, path.relative_to(local).as_posix())
-            if stat_module.S_ISLNK(info.st_mode):
-                links.append((await asyncio.to_thread(os.readlink, path), inside))
-            elif stat_module.S_ISDIR(info.st_mode):
-                await self.mkdir(inside, mode=stat_module.S_IMODE(info.st_mode))
-            elif stat_module.S_ISREG(info.st_mode):
-                total += await self._upload_file(path, inside, info, progress)
-            else:
-                raise InvalidRequest("is neither a file, a directory nor a link", field="source", value=str(path))
-        for link, inside in links:
-            result = await self._sandbox.exec(["ln", "-sfn", "--", link, inside], user=self._user or None, timeout=30)
-            if not result.ok:
-                why = result.stderr.text.strip()
-                raise SandboxError(f"cannot make a link: {why}", field="target", value=inside, sandbox=self._sandbox.id)
-        return total
-
     async def _download_file(self, source: str, local: Path, info: Stat, progress: Progress | None) -> int:
         if await asyncio.to_thread(local.is_dir):
             local = local / posixpath.basename(_path(source))
@@ -313,27 +387,6 @@ class Files:
                 temp.unlink()
             raise
         return done
-
-    async def _download_tree(self, source: str, local: Path, progress: Progress | None) -> int:
-        total = 0
-        links: list[tuple[Path, str]] = []
-        todo = [(_path(source), local)]
-        while todo:
-            directory, here = todo.pop()
-            await asyncio.to_thread(_make_directory, here)
-            for entry in await self.list(directory):
-                if entry.name in (".", "..", "") or "/" in entry.name or "\0" in entry.name:
-                    raise SandboxError("sent a name that is none", field="name", value=entry.name, sandbox=self._sandbox.id)
-                inside, outside = posixpath.join(directory, entry.name), here / entry.name
-                if entry.kind == "dir":
-                    todo.append((inside, outside))
-                elif entry.kind == "link":
-                    links.append((outside, entry.target or (await self.stat(inside)).target))
-                elif entry.kind == "file":
-                    total += await self._download_file(inside, outside, entry, progress)
-        for outside, target in links:
-            await asyncio.to_thread(_make_link, target, outside)
-        return total
 
 
 def _path(path: str | os.PathLike[str]) -> str:
@@ -356,21 +409,6 @@ def _write_all(file: io.FileIO, data: bytes) -> None:
     view = memoryview(data)
     while view:
         view = view[file.write(view) :]
-
-
-def _make_directory(path: Path) -> None:
-    path.mkdir(parents=True, exist_ok=True)
-    if path.is_symlink():
-        raise Conflict("is a link; a download does not follow links", field="target", value=str(path), fix="download to a fresh directory")
-
-
-def _make_link(target: str, path: Path) -> None:
-    if path.is_symlink():
-        path.unlink()
-    try:
-        os.symlink(target, path)
-    except FileExistsError:
-        raise Conflict("is something else than a link already", field="target", value=str(path)) from None
 
 
 async def _written(flying: deque[tuple[int, asyncio.Task[FileReply]]]) -> None:

@@ -60,6 +60,8 @@ class Process:
     blocks on its full pipe; `wait` reads the rest and throws it away (`ExecResult` keeps the beginning and the end of it).
     """
 
+    patience = 60.0  # seconds after which an Edge that hears nothing of us takes us for gone
+
     def __init__(self, sandbox: Sandbox, op: str, spec: ExecSpec | None) -> None:
         self.op = op
         self._sandbox = sandbox
@@ -106,8 +108,9 @@ class Process:
                 await self._sandbox._request("exec", request, ExecReply, timeout=30.0, each=5.0)
             await self._attach()
             self._keeper = asyncio.create_task(self._keep(), name=f"dsec-process-{self.op[:8]}")
-        except BaseException:
-            await self._leave(kill=self._spec is not None)
+        except BaseException as error:
+            refused = isinstance(error, DsecError) and not is_silence(error)  # then nothing runs
+            await self._leave(kill=self._spec is not None and not refused)
             raise
         return self
 
@@ -322,7 +325,8 @@ class Process:
         self._received = 0
         self._told = max(TELL, self._credit())  # what waits here counts against the new credit as well
         self._heard = asyncio.get_running_loop().time()
-        request = OutputRequest(op=self.op, reader=self._reader, stdout=self._next[0], stderr=self._next[1], credit=self._told)
+        at, patience = self._next, int(self.patience * 1000)
+        request = OutputRequest(op=self.op, reader=self._reader, stdout=at[0], stderr=at[1], credit=self._told, patience_ms=patience)
         await self._sandbox._request("output", request, Empty, timeout=60.0, each=5.0, repeat=False)
 
     async def _keep(self) -> None:

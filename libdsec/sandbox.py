@@ -27,11 +27,12 @@ from dsec.model import ExecSpec, Exit, LayerRef, OpStatus, SandboxId, SandboxInf
 from libdsec.files import Files
 from libdsec.results import ExecResult
 from libdsec.session import Session
-from libdsec.spec import exec_spec, milliseconds
+from libdsec.spec import exec_spec, milliseconds, user_name
 from libdsec.wire import FIRST_PAUSE, LONGEST_PAUSE, is_silence, unanswered
 
 if TYPE_CHECKING:
     from libdsec.client import Client
+    from libdsec.forward import Connection, Forward
     from libdsec.process import Process
 
 T = TypeVar("T")
@@ -157,6 +158,26 @@ class Sandbox:
     def session(self, *, cwd: str | None = None, env: Mapping[str, str] | None = None, user: str | None = None) -> Session:
         """One shell kept open: ``async with sandbox.session() as shell``. Directory, variables and functions persist between runs."""
         return Session(self, cwd=cwd, env=env, user=user)
+
+    def connect(self, port: int | str, *, user: str | None = None) -> Connection:
+        """A raw stream to a TCP port on the sandbox's loopback (127.0.0.1, then ::1) or to the path of a Unix socket inside.
+
+        ``async with sandbox.connect(8000) as c: await c.send(b"…"); await c.receive()``. Raises `SandboxError` with reason
+        ``ECONNREFUSED`` when nobody listens. The sandbox's network may be closed.
+        """
+        from libdsec.forward import Connection, target
+
+        return Connection(self, target(port), user=user_name(user))
+
+    def expose(self, port: int | str, local_port: int = 0, *, host: str = "127.0.0.1") -> Forward:
+        """A local listener whose connections end at ``port`` (or a Unix socket's path) inside, many at one time.
+
+        ``async with sandbox.expose(8000) as address: … address.host, address.port, address.url``. ``local_port`` 0 takes a free one.
+        It is TCP: HTTP with streaming bodies, WebSocket and anything else pass. Raises `Busy` when the local port is taken.
+        """
+        from libdsec.forward import Forward
+
+        return Forward(self, port, local_port, host)
 
     async def ops(self) -> list[OpStatus]:
         """Operations that the sandbox still remembers, without their output."""
@@ -303,16 +324,16 @@ class Sandbox:
                 task.cancel()
             await asyncio.gather(running, feeding, return_exceptions=True)
 
-    async def _feed(self, op: str, data: bytes, offset: int = 0, eof: bool = True) -> int:
+    async def _feed(self, op: str, data: bytes, offset: int = 0, eof: bool = True, *, verb: str = "input", most: int = INPUT_PIECE) -> int:
         """Write ``data`` at ``offset`` of the operation's stdin; the new offset. Repeats are harmless."""
         at, end = offset, offset + len(data)
         pause = 0.002
         missing = 0
         while True:
-            piece = data[at - offset : at - offset + INPUT_PIECE]
+            piece = data[at - offset : at - offset + most]
             last = at + len(piece) >= end
             try:
-                reply = await self._request("input", InputRequest(op=op, offset=at, data=piece, eof=eof and last), InputReply, bulk=True)
+                reply = await self._request(verb, InputRequest(op=op, offset=at, data=piece, eof=eof and last), InputReply, bulk=True)
             except NotFound:
                 missing += 1  # the command itself may still be on its way on the other connection
                 if missing > 200:

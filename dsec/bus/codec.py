@@ -99,5 +99,5 @@ def decode_untyped(data: bytes, *, limit: int = MAX_MESSAGE) -> Any:
             max_map_len=limit,
             max_ext_len=limit,
         )
-    except (ValueError, msgspec.DecodeError, msgpack.exceptions.UnpackException, RecursionError) as error:
+    except (TypeError, ValueError, msgspec.DecodeError, msgpack.exceptions.UnpackException, RecursionError) as error:
         raise InvalidRequest(f"payload is neither msgpack nor JSON: {error or type(error).__name__}", field="$") from error

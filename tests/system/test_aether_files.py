@@ -139,7 +139,7 @@ async def test_removing_a_deep_and_wide_tree_follows_no_link(link: Link, root: P
         ("write", "x" * 300, {"create": True}, InvalidRequest),
         ("stat", "x" * 5000, {}, InvalidRequest),
         ("stat", "a\0b", {}, InvalidRequest),
-        ("chmod", "file", {}, InvalidRequest),
+        ("chflags", "file", {}, InvalidRequest),
         ("read", "/proc/1/environ", {"length": 10}, DsecError),
     ],
 )

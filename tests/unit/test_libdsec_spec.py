@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
-from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,9 +13,8 @@ from hypothesis import strategies as st
 import libdsec
 from dsec.bus import codec
 from dsec.bus.messages import BurstNews, Failed, Placed, ReadyItem
-from dsec.errors import Busy, Conflict, DeadlineExceeded, InvalidRequest, NodeError, SandboxError
-from dsec.model import Captured, FileReply, FileRequest, OpStatus, SandboxId, Stat
-from libdsec.files import Files
+from dsec.errors import Busy, DeadlineExceeded, InvalidRequest, NodeError
+from dsec.model import Captured, OpStatus, SandboxId
 from libdsec.plan import Ledger, expand, slices
 from libdsec.results import ExecResult, Output
 from libdsec.session import Kept, Scanner
@@ -267,46 +263,3 @@ def test_kept_output_is_bounded() -> None:
         kept.add(f"{n:04d}".encode())
     output: Output = kept.output()
     assert (output[:10], output[-4:], len(output), output.gap) == (b"0000000100", b"0999", 30, 3970)
-
-
-# ---------------------------------------------------------------------- downloads from a hostile sandbox
-class Hostile:
-    """A sandbox that answers file requests from a table, whatever it likes."""
-
-    id = "n1-" + A
-
-    def __init__(self, lists: dict[str, list[Stat]]) -> None:
-        self.lists = lists
-
-    async def _request(self, _verb: str, request: FileRequest, _type: object, **_: object) -> FileReply:
-        if request.verb == "list":
-            return FileReply(entries=tuple(self.lists.get(request.path, [])), eof=True)
-        if request.verb == "read":
-            return FileReply(data=b"evil", eof=True)
-        return FileReply(stat=Stat(name="x", kind="dir", mode=0o755))
-
-
-@pytest.mark.parametrize(
-    "entries",
-    [
-        [Stat(name="../out", kind="file")],
-        [Stat(name="..", kind="dir")],
-        [Stat(name="/etc", kind="dir")],
-        [Stat(name="a\0b", kind="file")],
-        [Stat(name="d", kind="link", target="OUT"), Stat(name="d", kind="dir")],
-        [Stat(name="d", kind="dir"), Stat(name="d", kind="link", target="OUT")],
-        [Stat(name="f", kind="link", target="OUT/f"), Stat(name="f", kind="file")],
-    ],
-)
-async def test_c43_nothing_is_written_outside(tmp_path: Path, entries: list[Stat]) -> None:
-    """Names and links that a hostile sandbox sends cannot make a download write outside its target."""
-    out = tmp_path / "out"
-    out.mkdir()
-    made = [msgspec.structs.replace(entry, target=entry.target.replace("OUT", str(out))) for entry in entries]
-    hostile = Hostile({"/t": made, "/t/d": [Stat(name="f", kind="file", mode=0o644)]})
-    with contextlib.suppress(SandboxError, Conflict):
-        await Files(hostile).download("/t", tmp_path / "target")  # type: ignore[arg-type]
-    with contextlib.suppress(SandboxError, Conflict):  # and again, onto what the first one left
-        await Files(hostile).download("/t", tmp_path / "target")  # type: ignore[arg-type]
-    assert list(out.iterdir()) == []
-    assert sorted(path.name for path in tmp_path.iterdir()) in (["out"], ["out", "target"])

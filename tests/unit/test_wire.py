@@ -62,7 +62,7 @@ def test_a_bad_start_names_its_field(change: dict[str, object], field: str) -> N
 @pytest.mark.parametrize(
     ("change", "field"),
     [
-        ({"verb": "chmod"}, "verb"),
+        ({"verb": "chflags"}, "verb"),
         ({"data": b"x" * (wire.MAX_DATA + 1)}, "data"),
         ({"length": wire.MAX_DATA + 1}, "length"),
         ({"offset": -1}, "offset"),

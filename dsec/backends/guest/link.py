@@ -41,7 +41,7 @@ MERGED = 128 * 1024  # bytes of neighbouring pieces of output that are handed on
 WINDOW = 1 << 20  # bytes of each stream that may be under way to a reader
 LISTING = 1000  # entries of one answer when the request gives no number
 FILE_REQUESTS = 6  # at one time; the guest has eight workers
-REPEATABLE_VERBS = frozenset({"read", "write", "stat", "list"})
+REPEATABLE_VERBS = frozenset({"read", "write", "stat", "list", "chmod", "chown", "touch"})
 UNCLAIMED = 64  # results that came before anybody waited for them
 
 _BY_CODE: dict[int, type[DsecError]] = {
@@ -210,6 +210,7 @@ class Link:
             | (wire.Start.TTY if spec.tty else 0)
             | (wire.Start.BACKGROUND if spec.background else wire.Start.NOTIFY)
             | (wire.Start.STREAM if spec.stream else 0)
+            | (wire.Start.SERVICE if spec.service else 0)
         )
         with _OwnFrames(self.sandbox_id):
             body = wire.start(

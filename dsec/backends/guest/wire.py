@@ -28,6 +28,8 @@ argc + envc texts |
 | RESIZE | -> | op, u16 rows, u16 cols |
 | OK | <- | empty: done (SIGNAL, RESIZE, STOP) |
 | OPS | both | ->: empty; <-: u32 n, n x status |
+| | | START with SERVICE: argv[0] names a service of the guest's own (``dsec:connect tcp PORT``, ``dsec:connect unix PATH``, ``dsec:pack``,
+``dsec:unpack``, ``dsec:watch``); stdin, output, credit and signals are as a command's. One whose reader stays away for 10 s is ended |
 | FILE | -> | u8 verb, u8 flags (1 create, 2 truncate, 4 recursive), u16 0, u32 mode, u64 offset, u32 length, text path, text target,
 text user, data |
 | FILE | <- | u8 flags (1 end), u32 written, u32 n, n x stat, data |
@@ -121,9 +123,13 @@ class Start(enum.IntFlag):
     BACKGROUND = 4
     STREAM = 8
     NOTIFY = 16
+    SERVICE = 32
 
 
-VERBS = {"read": 1, "write": 2, "stat": 3, "list": 4, "mkdir": 5, "remove": 6, "rename": 7}
+VERBS = {
+    "read": 1, "write": 2, "stat": 3, "list": 4, "mkdir": 5, "remove": 6, "rename": 7,
+    "chmod": 8, "chown": 9, "symlink": 10, "link": 11, "touch": 12,
+}
 _KIND_NAMES = {"f": "file", "d": "dir", "l": "link", "p": "fifo", "s": "socket", "c": "char", "b": "block", "?": "gone"}
 KINDS = {ord(letter): name for letter, name in _KIND_NAMES.items()}
 

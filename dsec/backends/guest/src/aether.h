@@ -29,6 +29,7 @@ enum {
     OUT_PAUSE = 256 << 10,   /* a connection with more unsent than this is not read from */
     HELLO_MS = 5000,         /* a connection that has not said HELLO by then is closed */
     HOLD_MS = 10000,         /* how long a stream waits for its (next) reader before it drops */
+    HALF_CLOSED_MS = 600000, /* how long a connection lives of which the far side has said its end */
     KILL_MS = 5000,          /* a tree that could not be killed by then is reported as ended anyway */
     HEADER = 12,
 };
@@ -38,8 +39,8 @@ enum frame_type {
     F_ACCEPTED, F_SIGNAL, F_OKAY, F_RESIZE, F_OPS, F_FILE, F_ERROR, F_STOP,
 };
 enum error_code { E_INVALID = 1, E_NOT_FOUND, E_CONFLICT, E_DENIED, E_BUSY, E_SANDBOX, E_STALE, E_UNSUPPORTED };
-enum start_flag { S_STDIN = 1, S_TTY = 2, S_BACKGROUND = 4, S_STREAM = 8, S_NOTIFY = 16 };
-enum file_verb { V_READ = 1, V_WRITE, V_STAT, V_LIST, V_MKDIR, V_REMOVE, V_RENAME };
+enum start_flag { S_STDIN = 1, S_TTY = 2, S_BACKGROUND = 4, S_STREAM = 8, S_NOTIFY = 16, S_SERVICE = 32, S_KNOWN = 63, S_SOCKET = 1 << 16 };
+enum file_verb { V_READ = 1, V_WRITE, V_STAT, V_LIST, V_MKDIR, V_REMOVE, V_RENAME, V_CHMOD, V_CHOWN, V_SYMLINK, V_LINK, V_TOUCH };
 enum file_flag { FF_CREATE = 1, FF_TRUNCATE = 2, FF_RECURSIVE = 4 };
 
 /* frame.c: bounded reading and writing of frame bodies; pure, and what the fuzzer drives. */
@@ -199,6 +200,29 @@ enum { R_STARTED = 1, R_FAILED, R_EXITED };
 struct order { int32_t signum; uint32_t tree; };
 _Noreturn void chronus_main(const struct start *s, int sock, int in, int out, int err);
 void child_clean(int keep); /* after a fork: drop every descriptor above 2 but `keep` */
+
+/* service.c: what services share, in their own process. */
+bool service_known(const struct start *s);
+int service_enter(int sock, const int fds[3], const struct cred *cred, int *stage);
+int service_run(const struct start *s);
+int open_beneath(int root, const char *path, int flags, mode_t mode);
+size_t svc_read(void *to, size_t n);
+bool svc_read_all(void *to, size_t n);
+void svc_drain(void);
+void svc_write(const void *p, size_t n);
+uint8_t *svc_room(size_t *n);
+void svc_filled(size_t n);
+void svc_flush(void);
+int svc_fail(int error, const char *about, const char *message);
+void svc_note(const char *text);
+int unpack_main(const char *target, const char *options);
+int pack_main(const char *name, const char *options, const char *const *paths, uint32_t n);
+int watch_main(const char *path, const char *options);
+
+/* net.c */
+int connect_port(const struct start *s);
+int connect_loopback(int port);
+int relay_main(const char *path);
 
 /* pool.c (in Aether) and file.c (in the worker) */
 void pool_request(struct conn *c, uint32_t request, const uint8_t *body, size_t n);

@@ -263,6 +263,12 @@ _Noreturn void chronus_main(const struct start *s, int sock, int in, int out, in
         _exit(0);
     }
     l.cred.named = l.cred.named && (s->user.n || default_user[0]);
+    if (s->flags & S_SERVICE) {
+        int stage = 0, e = service_enter(sock, (int[]){l.in, l.out, l.err}, &l.cred, &stage);
+        tell(sock, e ? R_FAILED : R_STARTED, e ? stage : getpid(), e);
+        if (!e) tell(sock, R_EXITED, service_run(s) << 8, 0);
+        _exit(0);
+    }
     build_vectors(&l);
     l.cwd = s->cwd.n ? s->cwd.p : default_workdir;
     if (!s->cwd.n) workdir_make(&l.cred);

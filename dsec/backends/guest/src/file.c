@@ -83,15 +83,22 @@ static int do_read(const struct file *f, struct wr *w, struct result *r) {
     int fd = open_in_root(f->path.p, O_RDONLY | O_NONBLOCK | O_NOCTTY, 0);
     struct stat st;
     if (fd < 0) return errno;
-    if (fstat(fd, &st)) return errno;
-    if (!S_ISREG(st.st_mode)) return S_ISDIR(st.st_mode) ? EISDIR : EINVAL;
+    int e = fstat(fd, &st) ? errno : S_ISREG(st.st_mode) ? 0 : S_ISDIR(st.st_mode) ? EISDIR : EINVAL;
+    if (e) {
+        close(fd);
+        return e;
+    }
     put_stat(w, fd, "", base_name(f->path.p));
     r->stats = 1;
     size_t n = 0;
     while (n < f->length && w->n < w->cap) {
         ssize_t got = pread(fd, w->p + w->n, f->length - n < w->cap - w->n ? f->length - n : w->cap - w->n, (off_t)(f->offset + n));
         if (got < 0 && errno == EINTR) continue;
-        if (got < 0) return errno;
+        if (got < 0) {
+            e = errno;
+            close(fd);
+            return e;
+        }
         if (got == 0) break;
         n += (size_t)got;
         w->n += (size_t)got;
@@ -134,7 +141,11 @@ static int do_list(const struct file *f, struct wr *w, struct result *r) {
     uint64_t seen = 0;
     for (;;) {
         long n = syscall(SYS_getdents64, fd, buffer, sizeof buffer);
-        if (n < 0) return errno;
+        if (n < 0) {
+            int e = errno;
+            close(fd);
+            return e;
+        }
         if (n == 0) break;
         for (long at = 0; at < n;) {
             struct dirent_raw *d = (struct dirent_raw *)(buffer + at);
@@ -240,6 +251,42 @@ static int do_rename(const struct file *f) {
     return e;
 }
 
+/* chmod and touch follow links, as the commands do; chown and link do not, so that a link can be owned and named. */
+static int do_attributes(const struct file *f) {
+    char name[256];
+    if (f->verb == V_CHMOD || f->verb == V_TOUCH) {
+        int fd = open_in_root(f->path.p, O_PATH, 0);
+        if (fd < 0) return errno;
+        char path[40]; /* of a descriptor that only names the file: works for those that cannot be opened */
+        snprintf(path, sizeof path, "/proc/self/fd/%d", fd);
+        struct timespec at = {.tv_sec = (time_t)(f->offset / 1000000000), .tv_nsec = (long)(f->offset % 1000000000)};
+        int e = (f->verb == V_CHMOD ? chmod(path, f->mode & 07777) : utimensat(AT_FDCWD, path, (struct timespec[]){at, at}, 0)) ? errno : 0;
+        close(fd);
+        return e;
+    }
+    if (f->verb == V_CHOWN) {
+        struct cred owner;
+        if (!user_lookup(f->target.p, &owner)) return ENOENT;
+        int dir = open_parent(f->path.p, name, sizeof name);
+        if (dir < 0) return errno;
+        int e = fchownat(dir, name, owner.uid, owner.gid, AT_SYMLINK_NOFOLLOW) ? errno : 0;
+        close(dir);
+        return e;
+    }
+    int dir = open_parent(f->path.p, name, sizeof name);
+    if (dir < 0) return errno;
+    int e = 0;
+    if (f->verb == V_SYMLINK) e = symlinkat(f->target.p, dir, name) ? errno : 0; /* `path` is the new link, `target` what it says */
+    else {
+        char to[256];
+        int other = open_parent(f->target.p, to, sizeof to);
+        e = other < 0 || linkat(dir, name, other, to, 0) ? errno : 0; /* as rename: `target` is the new name */
+        if (other >= 0) close(other);
+    }
+    close(dir);
+    return e;
+}
+
 /* Writes the reply's body; *type says whether it is F_FILE or F_ERROR. */
 size_t file_handle(const uint8_t *body, size_t n, uint8_t *reply, size_t cap, uint16_t *type) {
     struct file f;
@@ -258,6 +305,7 @@ size_t file_handle(const uint8_t *body, size_t n, uint8_t *reply, size_t cap, ui
         case V_MKDIR: e = do_mkdir(&f); break;
         case V_REMOVE: e = do_remove(&f); break;
         case V_RENAME: e = do_rename(&f); break;
+        default: e = do_attributes(&f); break;
         }
     }
     *type = valid && !e ? F_FILE : F_ERROR;

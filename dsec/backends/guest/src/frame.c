@@ -126,6 +126,8 @@ bool parse_input(const uint8_t *body, size_t n, struct input *in) {
     return !r.bad && eof <= 1 && in->n <= MAX_DATA && in->offset <= UINT64_MAX - in->n;
 }
 
+static bool needs_target(int verb) { return verb == V_RENAME || verb == V_CHOWN || verb == V_SYMLINK || verb == V_LINK; }
+
 bool parse_file(const uint8_t *body, size_t n, struct file *f, const char **field) {
     struct rd r = {body, body + n, false};
     *field = "verb";
@@ -135,13 +137,13 @@ bool parse_file(const uint8_t *body, size_t n, struct file *f, const char **fiel
     f->mode = rd_u32(&r);
     f->offset = rd_u64(&r);
     f->length = rd_u32(&r);
-    if (r.bad || f->verb < V_READ || f->verb > V_RENAME) return false;
+    if (r.bad || f->verb < V_READ || f->verb > V_TOUCH) return false;
     *field = "path";
     f->path = rd_text(&r);
     if (r.bad || f->path.n == 0 || f->path.n >= 4096) return false;
     *field = "target";
     f->target = rd_text(&r);
-    if (r.bad || f->target.n >= 4096 || (f->verb == V_RENAME && f->target.n == 0)) return false;
+    if (r.bad || f->target.n >= 4096 || (needs_target(f->verb) && f->target.n == 0)) return false;
     *field = "user";
     f->user = rd_text(&r);
     if (r.bad || f->user.n >= 128) return false;

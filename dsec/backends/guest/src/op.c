@@ -178,7 +178,14 @@ static void op_finish(struct op *op) {
     retention_due = true;
 }
 
+static void over(struct op *op, int wstatus) {
+    op->wstatus = wstatus;
+    op->ended = now_us();
+    op->exited = true;
+}
+
 void op_exited_check(struct op *op) {
+    if (op->running && !op->exited && op->flags & S_SOCKET && op->in_eof && op->out[0]->eof) over(op, 0); /* both sides said their end */
     if (!op->running || !op->exited) return;
     int64_t now = now_ms();
     bool tty = op->out[0] && op->out[0]->tty;
@@ -225,11 +232,9 @@ void op_report(struct op *op) {
         return;
     }
     /* Its exit, or the supervisor was killed from inside: then its command counts as killed too. */
-    op->wstatus = n == sizeof r && r.kind == R_EXITED ? r.a : SIGKILL;
+    over(op, n == sizeof r && r.kind == R_EXITED ? r.a : SIGKILL);
     if (c) send_status(c, op->starter.request, op);
     op->starter.serial = 0;
-    op->ended = now_us();
-    op->exited = true;
     watch_close(&op->sup);
     op->drain_by = now_ms() + (op->out[0] && op->out[0]->tty ? 60 : 250);
     for (int i = 0; i < 2; i++) stream_drain(op->out[i]);
@@ -263,6 +268,7 @@ static bool make_channels(const struct start *s, int fd[8]) {
     int p[2];
     if (s->flags & S_STDIN) {
         if (!make_pipe(p, false)) return false;
+        if (s->flags & S_SERVICE) fcntl(p[0], F_SETPIPE_SZ, MAX_DATA);
         fd[3] = p[0];
         fd[2] = p[1];
     } else if ((fd[3] = open("/dev/null", O_RDWR | O_CLOEXEC)) < 0) return false;
@@ -293,11 +299,30 @@ void op_start(struct conn *c, uint32_t request, const uint8_t *body, size_t n) {
         send_error(c, request, E_BUSY, 0, "op", "512 operations run in this sandbox already");
         return;
     }
-    int fd[8] = {-1, -1, -1, -1, -1, -1, -1, -1};
+    s.flags &= S_KNOWN;
+    int fd[8] = {-1, -1, -1, -1, -1, -1, -1, -1}, port = s.flags & S_SERVICE ? connect_port(&s) : 0;
+    if (port < 0 || (s.flags & S_SERVICE && !service_known(&s))) {
+        send_error(c, request, E_INVALID, 0, "argv", port < 0 ? "not a port" : "no such service");
+        return;
+    }
     op = calloc(1, sizeof *op);
     pid_t pid = -1;
     int err = ENOMEM;
-    if (op && make_channels(&s, fd)) {
+    if (op) op->flags = s.flags;
+    if (op && port) { /* a connection needs no process: the socket stands in for the pipes */
+        s.flags |= S_SOCKET | S_STDIN;
+        fd[4] = connect_loopback(port);
+        fd[2] = fd[4] < 0 ? -1 : fcntl(fd[4], F_DUPFD_CLOEXEC, 3);
+        err = errno;
+        op->out[0] = fd[2] < 0 ? NULL : stream_new(fd[4], op, s.head, s.tail, true); /* as a terminal: its end is a hang-up */
+        if (!op->out[0]) {
+            free(op);
+            close_all(fd, 8);
+            send_error(c, request, E_SANDBOX, err, "port", "cannot connect");
+            return;
+        }
+        pid = 0;
+    } else if (op && make_channels(&s, fd)) {
         op->out[0] = stream_new(fd[4], op, s.head, s.tail, s.flags & S_TTY);
         if (fd[6] >= 0) op->out[1] = stream_new(fd[6], op, s.head, s.tail, false);
         pid = op->out[0] && (fd[6] < 0 || op->out[1]) ? fork() : -1;
@@ -330,6 +355,7 @@ void op_start(struct conn *c, uint32_t request, const uint8_t *body, size_t n) {
     running_n++;
     if (s.flags & S_NOTIFY) add_waiter(op, c->serial, request);
     watch_set(&op->sup, EPOLLIN);
+    if (port) send_status(c, request, op);
     for (int i = 0; i < 2; i++) stream_interest(op->out[i]);
 }
 
@@ -350,6 +376,12 @@ void op_reaped(pid_t pid) {
 
 static void order(struct op *op, int signum, bool tree) {
     struct order o = {signum, tree};
+    if (op->flags & S_SOCKET) { /* nobody to tell: it is ours */
+        if (!signum || op->exited) return;
+        over(op, signum);
+        op_finish(op);
+        return;
+    }
     send(op->sup.fd, &o, sizeof o, MSG_NOSIGNAL | MSG_DONTWAIT);
     if (op->supervisor) kill(op->supervisor, SIGCONT); /* root inside may have stopped it, to outlive a time-out */
     if (signum == SIGKILL && tree && !op->killing) {
@@ -452,10 +484,12 @@ void op_input(struct conn *c, uint32_t request, const uint8_t *body, size_t n) {
             if (write(op->in.fd, "\4", 1) < 0) { /* a full terminal queue: its reader sees the end by the hang-up */ }
         } else {
             op->in_eof = true;
+            if (op->flags & S_SOCKET) shutdown(op->in.fd, SHUT_WR);
             watch_close(&op->in);
         }
     }
     accepted(c, request, op->in_offset);
+    op_exited_check(op);
 }
 
 void op_input_ready(struct op *op) {
@@ -480,6 +514,8 @@ void op_timers(int64_t now, int64_t *next) {
         }
         if (op->hold_until && now >= op->hold_until) {
             op->hold_until = 0;
+            if (op->flags & S_SERVICE && !op->reader.serial && !op->exited) order(op, SIGKILL, true); /* its reader has left for good */
+            if (!op->running) continue;
             for (int i = 0; i < 2; i++) stream_interest(op->out[i]);
         }
         if (op->hold_until && !op->reader.serial) at(op->hold_until, next);
@@ -490,9 +526,7 @@ void op_timers(int64_t now, int64_t *next) {
         }
         if (op->killing && now >= op->kill_by) { /* something cannot die now (a disk that does not answer) */
             op->killing = false;
-            op->wstatus = SIGKILL;
-            op->ended = now_us();
-            op->exited = true;
+            over(op, SIGKILL);
             op->drain_by = now;
             op_exited_check(op);
             continue;

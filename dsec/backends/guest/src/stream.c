@@ -33,6 +33,7 @@ struct stream *stream_new(int fd, struct op *op, uint32_t head, uint32_t tail, b
     s->head_cap = head;
     s->tail_cap = tail;
     s->ring_cap = tail < (64 << 10) ? 64 << 10 : tail;
+    if (op && op->flags & S_SERVICE) s->ring_cap = MAX_DATA;
     return s;
 }
 
@@ -278,6 +279,7 @@ bool output_pump(struct op *op) {
     uint64_t totals[2] = {op->out[0] ? op->out[0]->total : 0, op->out[1] ? op->out[1]->total : 0};
     send_frame(c, F_END, op->reader.request, &(struct iovec){totals, sizeof totals}, 1);
     op->reader.serial = 0;
+    if (op->flags & S_SERVICE && op->running) op->hold_until = now_ms() + HALF_CLOSED_MS;
     return false;
 }
 
@@ -323,6 +325,7 @@ void output_detach(struct conn *c, uint32_t request) {
     struct op *op = op_of_reader(c->serial, request);
     if (!op) return;
     op->reader.serial = 0;
-    op->hold_until = 0; /* closed on purpose: nothing is held for a successor */
+    /* Closed on purpose: nothing is held for a successor. A service does without a reader for a moment only. */
+    op->hold_until = op->flags & S_SERVICE && op->running ? now_ms() + HOLD_MS : 0;
     for (int i = 0; i < 2; i++) stream_interest(op->out[i]);
 }
