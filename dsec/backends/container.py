@@ -40,6 +40,7 @@ from dsec.security import seccomp
 
 T = TypeVar("T")
 
+UPPER_FD = 4  # of the init: the upper's directory, read-only (launch.c)
 EXIT_TIMEOUT = 10.0  # seconds from SIGKILL until the kernel has taken the sandbox apart
 READY_TIMEOUT = 15.0
 LAUNCH_TIMEOUT = 60.0  # of launcher and runtime together; they take 10 ms
@@ -276,7 +277,7 @@ class ContainerBackend:
         argv += ["--", self._runtime, "--root", f"{box}/runtime", "--log", f"{box}/runtime.log"]
         if os.path.basename(self._runtime) == "crun":
             argv += ["--cgroup-manager", "disabled"]
-        argv += ["run", "--detach", "--preserve-fds", "1", "--pid-file", f"{box}/pid", "--bundle", box, plan.ulid]
+        argv += ["run", "--detach", "--preserve-fds", "2", "--pid-file", f"{box}/pid", "--bundle", box, plan.ulid]
         started = self._holder.request(
             "launch",
             fds=(listener.fileno(),),
@@ -313,7 +314,16 @@ class ContainerBackend:
         config = render(
             plan,
             root=self._root,
-            args=(GUEST_PATH, "--fd", "3", *(("--user", plan.user) if plan.user else ()), "--workdir", plan.workdir or "/"),
+            args=(
+                GUEST_PATH,
+                "--fd",
+                "3",
+                "--upper",
+                str(UPPER_FD),
+                *(("--user", plan.user) if plan.user else ()),
+                "--workdir",
+                plan.workdir or "/",
+            ),
             seccomp_blob=seccomp.compiled(profile) if profile is not None and is_crun else b"",
             seccomp_oci=seccomp.to_oci(profile) if profile is not None and not is_crun else None,
             nofile=runtime.nofile(),

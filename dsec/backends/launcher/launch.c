@@ -16,6 +16,9 @@
  * failed, or nothing but its end when the runtime was executed. Because every mount is made in this process's own mount
  * namespace, all of them vanish with the last process of the sandbox: no kill can leak one.
  *
+ * The runtime gets the upper's directory as descriptor 4 and hands it on to the sandbox's init: a read-only view, reached from
+ * outside as /proc/<init>/fd/4, which needs no file system and no attachment of its own and ends with the sandbox.
+ *
  * The cgroups are joined after the mounts are made: a superblock that is created inside a memory cgroup keeps that cgroup's
  * shrinker maps alive long after its removal.
  */
@@ -50,7 +53,7 @@
 
 enum { CONFIG_FLAG = 0, CONFIG_STRING = 1, CONFIG_FD = 5, CONFIG_CREATE = 6 };
 enum { CLOEXEC_FS = 1, TREE_CLONE = 1, MOVE_FROM_EMPTY = 4, ATTR_RDONLY = 1, ATTR_NODEV = 4, ATTR_IDMAP = 0x100000 };
-enum { STATUS_FD = 4, FIRST_LOWER = 5, MAX_LOWERS = 64, MAX_CGROUPS = 16 };
+enum { STATUS_FD = 4, UPPER_FD = 4, FIRST_LOWER = 5, MAX_LOWERS = 64, MAX_CGROUPS = 16 };
 
 struct attributes {
     uint64_t set, clear, propagation, userns;
@@ -60,6 +63,7 @@ static int lowers[MAX_LOWERS], lower_count;
 static const char *cgroups[MAX_CGROUPS];
 static int cgroup_count;
 static unsigned owned_by;
+static int status_fd = STATUS_FD;
 
 __attribute__((noreturn, format(printf, 1, 2))) static void fail(const char *format, ...) {
     int error = errno;
@@ -70,7 +74,7 @@ __attribute__((noreturn, format(printf, 1, 2))) static void fail(const char *for
     va_end(arguments);
     if (length > (int)sizeof line - 129) length = sizeof line - 129;
     length += snprintf(line + length, sizeof line - length, ": %s\n", strerror(error));
-    if (write(STATUS_FD, line, length) < 0) _exit(112);
+    if (write(status_fd, line, length) < 0) _exit(112);
     _exit(111);
 }
 
@@ -236,9 +240,27 @@ static int overlay_by_descriptors(int upper, unsigned mounter, int is_volatile) 
     return mount;
 }
 
+/* The upper's directory for whoever packs it later. The overlay has a private copy of the mount, which stays writable. */
+static int keep_upper(int upper) {
+    struct attributes attributes = {.set = ATTR_RDONLY};
+    int kept = openat(upper, "u", O_PATH | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
+    if (kept < 0) fail("open the upper");
+    if (syscall(SYS_MOUNT_SETATTR, upper, "", AT_EMPTY_PATH, &attributes, sizeof attributes)) fail("make the upper's view read-only");
+    return kept;
+}
+
+/* Moves the status pipe out of the way of the descriptor that the runtime expects in its place. */
+static void hand_over(int kept) {
+    int moved = fcntl(status_fd, F_DUPFD_CLOEXEC, FIRST_LOWER + MAX_LOWERS + 1);
+    if (moved < 0) fail("move the status pipe");
+    status_fd = moved;
+    if (dup2(kept, UPPER_FD) < 0) fail("hand over the upper"); /* without close-on-exec */
+    close(kept);
+}
+
 /* For kernels whose overlay takes no descriptors: everything is attached in this private namespace first. The upper's
  * mount takes the place after the last lower. */
-static void overlay_by_paths(const char *prefix, const char *root, int upper, unsigned mounter, int is_volatile) {
+static void overlay_by_paths(const char *prefix, const char *root, int upper, unsigned mounter, int is_volatile, int *kept) {
     char options[4096], place[256];
     int used = snprintf(options, sizeof options, "xino=off,metacopy=off%s,lowerdir=", is_volatile ? ",volatile" : "");
     for (int i = 0; i <= lower_count; i++) {
@@ -252,6 +274,7 @@ static void overlay_by_paths(const char *prefix, const char *root, int upper, un
     if (mounter) act_as(mounter);
     if (mount("overlay", root, "overlay", MS_NODEV, options)) fail("mount overlay with %s", options);
     if (mounter) act_as(0);
+    *kept = keep_upper(upper);
     for (int i = 0; i <= lower_count; i++) {
         snprintf(place, sizeof place, "%s%d", prefix, i);
         umount2(place, MNT_DETACH);
@@ -301,10 +324,11 @@ int main(int argc, char **argv) {
     }
     int upper = size ? make_tmpfs(size, inodes, userns) : device ? open_ext4(device, userns) : open_upper_directory(directory, userns);
     int overlay = prefix ? -1 : overlay_by_descriptors(upper, base, !!size);
+    int kept = prefix ? -1 : keep_upper(upper);
 
     if (unshare(CLONE_NEWNS)) fail("unshare the mount namespace");
     if (mount(0, "/", 0, MS_REC | MS_PRIVATE, 0)) fail("make mounts private");
-    if (prefix) overlay_by_paths(prefix, root, upper, base, !!size);
+    if (prefix) overlay_by_paths(prefix, root, upper, base, !!size, &kept);
     else if (syscall(SYS_MOVE_MOUNT, overlay, "", AT_FDCWD, root, MOVE_FROM_EMPTY)) fail("attach the root at %s", root);
     if (overlay >= 0) close(overlay);
     close(upper);
@@ -313,6 +337,7 @@ int main(int argc, char **argv) {
 
     /* 0 is the writer itself: in a v1 tasks file that skips the kernel's lock of all thread groups and its grace period. */
     for (int i = 0; i < cgroup_count; i++) write_file(cgroups[i], "0");
+    hand_over(kept);
     if (program >= 0) {
         program = FIRST_LOWER + descriptors;
         fcntl(program, F_SETFD, FD_CLOEXEC);

@@ -1,8 +1,9 @@
 /* Aether's entry: harden first, then one epoll loop until STOP.
  *
- *   aether --fd N [--user USER] [--workdir DIR] [--trust-any-peer]
+ *   aether --fd N [--upper N] [--user USER] [--workdir DIR] [--trust-any-peer]
  *
  * N is a listening Unix stream socket inherited from outside the sandbox. Its environment is the sandbox's environment.
+ * `--upper` is a descriptor that is only held, for the node to find it in /proc/<pid>/fd: the sandbox's upper directory.
  * Root inside must not get at that socket: it is close-on-exec, and the process is not dumpable, so neither pidfd_getfd nor
  * ptrace nor /proc/1/fd works without CAP_SYS_PTRACE. */
 #include "aether.h"
@@ -55,7 +56,7 @@ static void reap(int fd) {
 }
 
 static int usage(void) {
-    static const char text[] = "usage: aether --fd N [--user USER] [--workdir DIR] [--trust-any-peer]\n";
+    static const char text[] = "usage: aether --fd N [--upper N] [--user USER] [--workdir DIR] [--trust-any-peer]\n";
     return write(2, text, sizeof text - 1) < 0 ? 3 : 2;
 }
 
@@ -99,6 +100,7 @@ int main(int argc, char **argv) {
     for (int i = 1; i < argc; i++) {
         bool value = i + 1 < argc;
         if (!strcmp(argv[i], "--fd") && value) listen_fd = atoi(argv[++i]);
+        else if (!strcmp(argv[i], "--upper") && value) fcntl(atoi(argv[++i]), F_SETFD, FD_CLOEXEC);
         else if (!strcmp(argv[i], "--user") && value) default_user = argv[++i];
         else if (!strcmp(argv[i], "--workdir") && value) default_workdir = argv[++i];
         else if (!strcmp(argv[i], "--trust-any-peer")) trust_any_peer = true;
