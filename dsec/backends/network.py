@@ -369,6 +369,7 @@ class OpenNetwork:
                 nft.own_gateway(block, delete=True)
                 nft.unload(block.table)
                 Path(self._record).unlink(missing_ok=True)
+                Path(self._control).unlink(missing_ok=True)
 
             try:
                 await self._in(undo)

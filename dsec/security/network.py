@@ -8,8 +8,8 @@ By default a sandbox reaches everything that the node can reach, through NAT, ex
 resolver), other sandboxes, link-local addresses with the clouds' metadata services, the bus, and what `network.deny` names. Private
 networks beyond the node are open unless they are denied. Nobody reaches a sandbox: only answers come back.
 
-Pure: it can be printed (`Ruleset.text`) and tested without a kernel. Rules by name (``network=["index.example.org:443"]``) are not enforced yet
-and are refused; their place is `Wiring` (one more set of elements) and the resolver's `Gate`.
+Pure: it can be printed (`Ruleset.text`) and tested without a kernel. Rules by name (``network=["index.example.org:443"]``) are not
+enforced yet and are refused; their place is `Wiring` (one more set of elements) and the resolver's `Gate`.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from ipaddress import IPv4Address, IPv6Address, ip_network
+from ipaddress import IPv4Address, IPv6Address
 from pathlib import Path
 
 from dsec import syscalls
@@ -92,22 +92,19 @@ def _nft(*arguments: str, text: str | None = None) -> subprocess.CompletedProces
 def taken(prefix: str) -> tuple[list[tuple[Network, str]], int]:
     """Every network that this node has a route or an address in, with who has it, less what is this Edge's own (interfaces that begin with
     ``prefix``); and the MTU of the way out."""
-    from pyroute2 import IPRoute
-
     found: list[tuple[Network, str]] = []
-    outs: list[int] = []
-    with IPRoute() as route:
-        links = {link["index"]: (link.get_attr("IFLA_IFNAME"), link.get_attr("IFLA_MTU")) for link in route.get_links()}
-        for entry in route.get_routes():
-            name, _ = links.get(entry.get_attr("RTA_OIF") or 0, ("?", 0))
-            destination, length = entry.get_attr("RTA_DST"), entry["dst_len"]
-            if not destination:
-                outs += [entry.get_attr("RTA_OIF") or 0] if length == 0 else []
-                continue
-            if name.startswith(prefix):
-                continue
-            found.append((ip_network(f"{destination}/{length}", strict=False), f"dev {name}"))
-    mtus = [mtu for index in outs if (mtu := links.get(index, ("", 0))[1])]
+    mtus: list[int] = []
+    with Netlink(NETLINK_ROUTE) as route:
+        links = {link.ifindex: link for link in map(netlink.link_of, route.dump(netlink.get_links()))}
+        routes = [netlink.route_of(payload) for payload in route.dump(netlink.get_routes())]
+    for entry in routes:
+        link = links.get(entry.ifindex) if entry is not None else None
+        if entry is None or (link is not None and link.name.startswith(prefix)):
+            continue
+        if entry.to is not None:
+            found.append((entry.to, f"dev {link.name}" if link is not None else "no device"))
+        elif link is not None:
+            mtus.append(link.mtu)
     return found, min([*mtus, 65_000]) if mtus else 1500
 
 
@@ -202,7 +199,7 @@ def _outside(wiring: Wiring, index: int, alias: str) -> list[Message]:
     address4 = IPv4Address(wiring.address4)
     messages = [
         netlink.set_link(index, alias=alias, no_link_local=bool(_read(FORWARD6))),
-        netlink.set_link(index, up=True),
+        netlink.set_link(index, up=True, no_arp=True),
         netlink.new_route(index, address4),
         netlink.new_neighbour(index, address4, wiring.mac),
     ]
@@ -330,23 +327,22 @@ def links(prefix: str, edge: str) -> dict[str, str]:
     """The Edge's interfaces: name -> ulid by what the kernel remembers of each ("" where it remembers nothing: half made).
 
     Raises `Unsupported` when another Edge's begin with the same prefix."""
-    from pyroute2 import IPRoute
-
-    found: dict[str, str] = {}
     if not any(name.startswith(prefix) for _, name in socket.if_nameindex()):
-        return found
-    with IPRoute() as route:
-        for link in route.get_links():
-            name, about = link.get_attr("IFLA_IFNAME"), (link.get_attr("IFLA_IFALIAS") or "").split(" ")
-            if not name.startswith(prefix):
-                continue
-            if len(about) == 3 and about[0] == "dsec" and about[1] != edge:
-                raise Unsupported(
-                    f"interfaces of another Edge ({about[1]}) begin with {prefix} too",
-                    field="edge.name",
-                    value=edge,
-                    fix="give this Edge another name",
-                    reason="network",
-                )
-            found[name] = about[2] if len(about) == 3 else ""
+        return {}
+    found: dict[str, str] = {}
+    with Netlink(NETLINK_ROUTE) as route:
+        everything = [netlink.link_of(payload) for payload in route.dump(netlink.get_links())]
+    for link in everything:
+        about = link.alias.split(" ")
+        if not link.name.startswith(prefix):
+            continue
+        if len(about) == 3 and about[0] == "dsec" and about[1] != edge:
+            raise Unsupported(
+                f"interfaces of another Edge ({about[1]}) begin with {prefix} too",
+                field="edge.name",
+                value=edge,
+                fix="give this Edge another name",
+                reason="network",
+            )
+        found[link.name] = about[2] if len(about) == 3 else ""
     return found

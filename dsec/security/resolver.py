@@ -29,10 +29,12 @@ from ipaddress import ip_address, ip_network
 from pathlib import Path
 from typing import cast
 
+from dsec import syscalls
 from dsec.security import dns
 
 RESOLV_CONF = "/etc/resolv.conf"
 PORT = 53
+NOBODY = 65_534
 IN_FLIGHT, IN_FLIGHT_EACH = 2_048, 128  # queries, and of one sandbox
 CONNECTIONS, CONNECTIONS_EACH = 256, 16  # TCP
 TRY_TIMEOUT = 2.0  # seconds an upstream has
@@ -272,6 +274,7 @@ async def run(options: argparse.Namespace) -> None:
         door = await asyncio.start_unix_server(control.serve, options.control, limit=4096)
     finally:
         os.umask(mask)
+    _drop_root()
     for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         loop.add_signal_handler(signum, lambda: None)  # what ends an Edge must not end its sandboxes' resolver
     sys.stdout.write("ready\n")
@@ -284,8 +287,15 @@ async def run(options: argparse.Namespace) -> None:
     finally:
         door.close()
         server.close()
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(options.control)
+
+
+def _drop_root() -> None:
+    """Everything is bound: what is read from sandboxes is read by nobody."""
+    if os.geteuid() == 0:
+        os.setgroups([])
+        os.setresgid(NOBODY, NOBODY, NOBODY)
+        os.setresuid(NOBODY, NOBODY, NOBODY)
+    syscalls.set_no_new_privs()
 
 
 def main() -> None:
