@@ -23,6 +23,8 @@ from dsec.model import Captured, OpStatus
 log = structlog.get_logger("dsec.edge")
 SILENT = 10.0
 LAST_WAIT = 10.0
+SMALL = 64 * 1024  # bytes of a message that is worth waiting for more
+GATHER = 0.002  # seconds between messages smaller than that, while output flows; the first one never waits
 REPLY_BYTES = 900_000  # a reply stays below the server's max_payload
 
 
@@ -97,6 +99,8 @@ class Pump:
     async def _copy(self) -> bool:
         """True when both streams ended."""
         sent = 0
+        loop = asyncio.get_running_loop()
+        last = 0.0
         stream = self._link.output(self.op, self._from)
         try:
             async for chunk in stream:
@@ -109,6 +113,10 @@ class Pump:
                     await self._send(OutputChunk(reader=self.reader, stream=chunk.stream, offset=chunk.offset + at, data=part))  # type: ignore[arg-type]
                     at += len(part)
                     sent += len(part)
+                if len(view) < SMALL:
+                    if loop.time() - last < GATHER:
+                        await asyncio.sleep(GATHER)  # what comes meanwhile is taken as one
+                    last = loop.time()
         finally:
             close = getattr(stream, "aclose", None)  # an async generator has it, the protocol's iterator need not
             if close is not None:

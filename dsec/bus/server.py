@@ -22,6 +22,8 @@ from urllib.parse import urlsplit
 from dsec.errors import NodeError, Unsupported
 
 _PR_SET_PDEATHSIG = 1
+# Output in messages of 128 KiB is garbage at once: collecting it five times less often halves the server's CPU time per byte.
+GOGC = "400"
 
 
 def find_binary() -> str:
@@ -135,6 +137,7 @@ class NatsServer:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
+                env={"GOGC": GOGC, **os.environ},
                 preexec_fn=die_with_parent,  # noqa: PLW1509 - one prctl through a library that is loaded already; no lock is taken
                 start_new_session=True,  # a Ctrl+C in the terminal is for the actors: they need the bus while they stop
             )
