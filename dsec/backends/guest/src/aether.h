@@ -29,6 +29,7 @@ enum {
     OUT_PAUSE = 256 << 10,   /* a connection with more unsent than this is not read from */
     HELLO_MS = 5000,         /* a connection that has not said HELLO by then is closed */
     HOLD_MS = 10000,         /* how long a stream waits for its (next) reader before it drops */
+    IN_WAIT_MS = 5000,       /* how long an INPUT waits for room before it is told that there is none */
     HALF_CLOSED_MS = 600000, /* how long a connection lives of which the far side has said its end */
     KILL_MS = 5000,          /* a tree that could not be killed by then is reported as ended anyway */
     HEADER = 12,
@@ -126,8 +127,10 @@ struct op {
     struct { uint32_t serial, request; uint64_t sent[2], credit[2]; } reader; /* serial 0: none */
     uint64_t delivered[2]; /* what the last reader was given: replay of a held stream begins here */
     uint64_t in_offset;
-    bool in_eof;
-    struct { uint32_t serial, request; } in_wait; /* an INPUT answered once the pipe takes bytes again */
+    bool in_eof, in_end; /* in_end: it ends once in_rest is written */
+    uint8_t *in_rest;    /* accepted, and waiting for room in a service's pipe */
+    size_t in_rest_n, in_rest_at;
+    struct { uint32_t serial, request; int64_t until; } in_wait; /* an INPUT answered once the pipe takes bytes again */
     struct { uint32_t serial, request; } starter; /* a START answered once exec is known to have worked */
 };
 
@@ -154,11 +157,13 @@ void send_ok(struct conn *c, uint32_t request);
 /* op.c */
 void op_start(struct conn *c, uint32_t request, const uint8_t *body, size_t n);
 void op_wait(struct conn *c, uint32_t request, const uint8_t *id);
+struct op *op_live(struct conn *c, uint32_t request, const uint8_t *id);
 void op_signal(struct conn *c, uint32_t request, const uint8_t *id, int signum, bool tree);
 void op_resize(struct conn *c, uint32_t request, const uint8_t *id, int rows, int cols);
 void op_list(struct conn *c, uint32_t request);
 void op_input(struct conn *c, uint32_t request, const uint8_t *body, size_t n);
 void op_input_ready(struct op *op);
+void op_input_late(struct op *op);
 struct op *op_of_stdin(struct watch *w);
 struct op *op_of_supervisor(struct watch *w);
 void op_report(struct op *op);

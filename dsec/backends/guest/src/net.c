@@ -5,6 +5,7 @@
 #include <fcntl.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
+#include <poll.h>
 #include <signal.h>
 #include <stdio.h>
 #include <string.h>
@@ -34,9 +35,15 @@ static int dial(int family, int port) {
     if (fd < 0) return -1;
     setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
     bool six = family == AF_INET6;
-    /* A full backlog makes it wait: bytes then go once it is connected, and a failure is its end. */
-    if (!connect(fd, six ? (void *)&v6 : (void *)&v4, six ? sizeof v6 : sizeof v4) || errno == EINPROGRESS) return fd;
-    int e = errno;
+    int e = connect(fd, six ? (void *)&v6 : (void *)&v4, six ? sizeof v6 : sizeof v4) ? errno : 0;
+    if (e == EINPROGRESS) { /* on loopback the answer is there by now, but when the listener's queue is full: then bytes go once it
+                             * is connected, and a failure is the stream's end */
+        struct pollfd p = {fd, POLLOUT, 0};
+        socklen_t size = sizeof e;
+        e = 0;
+        if (poll(&p, 1, 0) > 0) getsockopt(fd, SOL_SOCKET, SO_ERROR, &e, &size);
+    }
+    if (!e) return fd;
     close(fd);
     errno = e;
     return -1;

@@ -27,7 +27,6 @@ struct op *op_of_reader(uint32_t serial, uint32_t request) {
         if (op->reader.serial == serial && op->reader.request == request) return op;
     return NULL;
 }
-struct op *op_of_stdin(struct watch *w) { return (struct op *)((char *)w - offsetof(struct op, in)); }
 struct op *op_of_supervisor(struct watch *w) { return (struct op *)((char *)w - offsetof(struct op, sup)); }
 
 static void put_status(struct wr *w, const struct op *op) {
@@ -135,6 +134,7 @@ static void op_free(struct op *op) {
     }
     watch_close(&op->sup);
     watch_close(&op->in);
+    free(op->in_rest);
     for (int i = 0; i < 2; i++) stream_forget(op->out[i]);
     free(op);
 }
@@ -172,6 +172,9 @@ static void op_finish(struct op *op) {
     watch_close(&op->in);
     if (op->in_wait.serial) send_error(conn_by_serial(op->in_wait.serial), op->in_wait.request, E_CONFLICT, 0, "op", "the operation has ended");
     op->in_wait.serial = 0;
+    free(op->in_rest);
+    op->in_rest = NULL;
+    op->in_rest_n = op->in_rest_at = 0;
     for (int i = 0; i < 2; i++) stream_finish(op->out[i]);
     output_pump(op);
     deliver(op, 0);
@@ -390,7 +393,7 @@ static void order(struct op *op, int signum, bool tree) {
     }
 }
 
-static struct op *live(struct conn *c, uint32_t request, const uint8_t *id) {
+struct op *op_live(struct conn *c, uint32_t request, const uint8_t *id) {
     struct op *op = op_find(id);
     if (!op) send_error(c, request, E_NOT_FOUND, 0, "op", "no such operation");
     else if (!op->running || op->exited) {
@@ -405,14 +408,14 @@ void op_signal(struct conn *c, uint32_t request, const uint8_t *id, int signum, 
         send_error(c, request, E_INVALID, 0, "signum", "signals are 0 to 64");
         return;
     }
-    struct op *op = live(c, request, id);
+    struct op *op = op_live(c, request, id);
     if (!op) return;
     order(op, signum, tree);
     send_ok(c, request);
 }
 
 void op_resize(struct conn *c, uint32_t request, const uint8_t *id, int rows, int cols) {
-    struct op *op = live(c, request, id);
+    struct op *op = op_live(c, request, id);
     if (!op) return;
     struct winsize size = {.ws_row = (unsigned short)rows, .ws_col = (unsigned short)cols};
     if (!(op->flags & S_TTY)) send_error(c, request, E_INVALID, 0, "op", "the operation has no terminal");
@@ -430,72 +433,6 @@ void op_list(struct conn *c, uint32_t request) {
     for (struct op *op = ops; op; op = op->next) put_status(&w, op);
     send_frame(c, F_OPS, request, &(struct iovec){body, w.n}, 1);
     free(body);
-}
-
-static void accepted(struct conn *c, uint32_t request, uint64_t offset) {
-    send_frame(c, F_ACCEPTED, request, &(struct iovec){&offset, 8}, 1);
-}
-
-void op_input(struct conn *c, uint32_t request, const uint8_t *body, size_t n) {
-    struct input in;
-    if (!parse_input(body, n, &in)) {
-        send_error(c, request, E_INVALID, 0, "data", "malformed request");
-        return;
-    }
-    struct op *op = live(c, request, in.op);
-    if (!op) return;
-    if (!(op->flags & (S_STDIN | S_TTY))) {
-        send_error(c, request, E_INVALID, 0, "stdin", "the operation was started without stdin");
-        return;
-    }
-    if (in.offset > op->in_offset) { /* something before it is missing: say from where */
-        accepted(c, request, op->in_offset);
-        return;
-    }
-    uint64_t skip = op->in_offset - in.offset; /* a repeat: already accepted */
-    if (skip > in.n) skip = in.n;
-    in.data += skip;
-    in.n -= skip;
-    if (in.n && op->in_eof) {
-        send_error(c, request, E_CONFLICT, 0, "eof", "stdin was closed before");
-        return;
-    }
-    size_t left = in.n;
-    while (left) {
-        ssize_t k = write(op->in.fd, in.data + (in.n - left), left);
-        if (k < 0 && errno == EINTR) continue;
-        if (k < 0 && errno == EAGAIN) break;
-        if (k < 0) {
-            send_error(c, request, E_SANDBOX, errno, "stdin", "the command does not read its stdin any more");
-            return;
-        }
-        left -= (size_t)k;
-        op->in_offset += (uint64_t)k;
-    }
-    if (left && left == in.n) { /* the pipe is full: answer when it is not, the caller then sends again */
-        if (op->in_wait.serial) accepted(conn_by_serial(op->in_wait.serial), op->in_wait.request, op->in_offset);
-        op->in_wait.serial = c->serial;
-        op->in_wait.request = request;
-        watch_set(&op->in, EPOLLOUT);
-        return;
-    }
-    if (!left && in.eof && !op->in_eof) {
-        if (op->flags & S_TTY) {
-            if (write(op->in.fd, "\4", 1) < 0) { /* a full terminal queue: its reader sees the end by the hang-up */ }
-        } else {
-            op->in_eof = true;
-            if (op->flags & S_SOCKET) shutdown(op->in.fd, SHUT_WR);
-            watch_close(&op->in);
-        }
-    }
-    accepted(c, request, op->in_offset);
-    op_exited_check(op);
-}
-
-void op_input_ready(struct op *op) {
-    watch_set(&op->in, 0);
-    accepted(conn_by_serial(op->in_wait.serial), op->in_wait.request, op->in_offset);
-    op->in_wait.serial = 0;
 }
 
 static void at(int64_t when, int64_t *next) {
@@ -519,6 +456,8 @@ void op_timers(int64_t now, int64_t *next) {
             for (int i = 0; i < 2; i++) stream_interest(op->out[i]);
         }
         if (op->hold_until && !op->reader.serial) at(op->hold_until, next);
+        if (op->in_wait.serial && now >= op->in_wait.until) op_input_late(op);
+        if (op->in_wait.serial) at(op->in_wait.until, next);
         if (op->exited) {
             if (now >= op->drain_by) op_exited_check(op);
             else at(op->drain_by, next);
