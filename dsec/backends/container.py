@@ -134,7 +134,7 @@ class ContainerBackend:
         modes, lacking = await asyncio.to_thread(disk.modes)
         missing |= lacking
         self._mappable = await asyncio.to_thread(disk.mappable, opts.state_dir) if userns else frozenset()
-        await self.network.look()
+        await self.network.look(idmapped=not userns or "dir" in self._mappable)
         if self.network.missing:
             missing["network"] = self.network.missing
         self.node = Node(
@@ -251,7 +251,7 @@ class ContainerBackend:
                 finally:
                     listener.close()
                 instance = self._instance(plan, pid)
-                await self._ready(instance)
+                await self.network.ready(self._answers(instance), plan, pid, instance.link)
                 return instance
             except BaseException as error:
                 self._instances.pop(plan.ulid, None)
@@ -283,7 +283,7 @@ class ContainerBackend:
             fds=(listener.fileno(),),
             ulid=plan.ulid,
             lowers=[layer.digest for layer in plan.lowers],
-            top=f"{box}/{TOP}" if self._network_layer(plan) else "",
+            top=f"{box}/{TOP}" if self.network.as_layer(plan) else "",
             argv=argv,
             env={"PATH": os.environ.get("PATH", "/usr/sbin:/usr/bin:/sbin:/bin")},
             pidfile=f"{box}/pid",
@@ -307,8 +307,7 @@ class ContainerBackend:
             os.makedirs(f"{box}/disk", mode=0o700, exist_ok=True)
         elif plan.disk_mode == "loop":
             disk.make_ext4(f"{box}/disk", plan.resources.disk, plan.resources.inodes)
-        if self._network_layer(plan):
-            self.network.write_layer(plan)
+        self.network.write_layer(plan)
         profile = seccomp.profile(plan.seccomp) if plan.seccomp else None
         is_crun = os.path.basename(self._runtime) == "crun"
         config = render(
@@ -366,22 +365,6 @@ class ContainerBackend:
         if (end := self._ends.get(plan.ulid)) is not None and end.seen.is_set():
             self._spawn(self._tell(instance, end.status))
         return instance
-
-    async def _ready(self, instance: ContainerInstance) -> None:
-        """Until it answers and has its network; both have ended when this raises."""
-        if instance.plan.wiring is None:
-            await self._answers(instance)
-            return
-        results = await asyncio.gather(self._answers(instance), self.network.wire(instance.plan, instance.pid), return_exceptions=True)
-        for result in results:
-            if isinstance(result, BaseException):
-                raise result
-        if not self._network_layer(instance.plan):
-            await self.network.write_inside(instance.plan, instance.link)
-
-    def _network_layer(self, plan: LaunchPlan) -> bool:
-        """Whether /etc/resolv.conf and its like come as a layer; the directory must be id-mapped for it."""
-        return plan.wiring is not None and (plan.idmap is None or "dir" in self._mappable)
 
     async def _answers(self, instance: ContainerInstance) -> None:
         """Until Aether answers, or its sandbox ends, or `READY_TIMEOUT`."""
@@ -458,7 +441,7 @@ class ContainerBackend:
     async def _release(self, ulid: str) -> None:
         await self._ensure_holder()
         end = self._ends.setdefault(ulid, End())
-        unwired = self._unwire(ulid)
+        unwired = self.network.unwiring(ulid, self._instances[ulid].plan if ulid in self._instances else None)
         await self._in(self._breakers, self._cgroups.kill, ulid)
         if (await self._holder.request("kill", ulid=ulid))["live"]:
             try:
@@ -473,14 +456,6 @@ class ContainerBackend:
             await unwired
         await self._holder.request("forget", ulids=[ulid])
         self._ends.pop(ulid, None)
-
-    def _unwire(self, ulid: str) -> asyncio.Task[None] | None:
-        """Beside the kill, for it takes as long; None where there is no network to take away."""
-        instance = self._instances.get(ulid)
-        wiring = instance.plan.wiring if instance is not None else None
-        if not self.network.active or (instance is not None and wiring is None):
-            return None
-        return self._spawn(self.network.unwire(ulid, wiring))
 
     def _remove(self, ulid: str) -> None:
         """Cgroups, socket and directory (in a thread)."""

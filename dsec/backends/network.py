@@ -15,7 +15,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from ipaddress import IPv4Network
 from pathlib import Path
@@ -50,6 +50,7 @@ class OpenNetwork:
         self._log = f"{state_dir}/resolver.log"
         self._up: asyncio.Task[None] | None = None
         self._claimed = False
+        self._idmapped = True
         self._child: subprocess.Popen[bytes] | None = None
         self._watching: asyncio.Task[None] | None = None
         self._wired: dict[str, Wiring] = {}  # by interface: what the table must hold
@@ -67,8 +68,11 @@ class OpenNetwork:
 
     # --- choosing --------------------------------------------------------------------------------------------------
 
-    async def look(self) -> None:
-        """Chooses the addresses. Changes nothing on the node. Raises `InvalidRequest` for a configuration that cannot be."""
+    async def look(self, idmapped: bool | None = None) -> None:
+        """Chooses the addresses. Changes nothing on the node. Raises `InvalidRequest` for a configuration that cannot be.
+
+        ``idmapped``: directories of the state directory's file system can be layers of any sandbox."""
+        self._idmapped = self._idmapped if idmapped is None else idmapped
         self.block, self.missing = None, ""
         denied = network.check_deny(self.config.deny)
         candidates = network.blocks(self.config.ipv4_range, self.config.ipv4_block)
@@ -240,6 +244,18 @@ class OpenNetwork:
 
     # --- a sandbox's part ------------------------------------------------------------------------------------------
 
+    async def ready(self, answers: Coroutine[Any, Any, None], plan: LaunchPlan, pid: int, link: GuestLink) -> None:
+        """Until its guest answers (``answers``) and it has its network, if it is to have one. Both have ended when this raises."""
+        if plan.wiring is None:
+            await answers
+            return
+        results = await asyncio.gather(answers, self.wire(plan, pid), return_exceptions=True)
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
+        if not self._idmapped:
+            await self.write_inside(plan, link)
+
     async def wire(self, plan: LaunchPlan, pid: int) -> None:
         """Gives a sandbox its interface. Raises `NodeError`; then nothing of it is left."""
         assert plan.wiring is not None
@@ -259,6 +275,13 @@ class OpenNetwork:
             )
         except OSError as error:
             raise NodeError(f"network: {error}", sandbox=plan.id, reason="network") from error
+
+    def unwiring(self, ulid: str, plan: LaunchPlan | None) -> asyncio.Task[None] | None:
+        """`unwire` beside the kill, for it takes as long; None where there is no network to take away. ``plan`` is None where it is not
+        known."""
+        if not self.active or (plan is not None and plan.wiring is None):
+            return None
+        return asyncio.get_running_loop().create_task(self.unwire(ulid, plan.wiring if plan is not None else None))
 
     async def unwire(self, ulid: str, wiring: Wiring | None) -> None:
         """Takes away what a sandbox has of the network, whether it is known how much or not. Its interface goes with its last process.
@@ -318,10 +341,15 @@ class OpenNetwork:
         except OSError as error:
             raise NodeError(f"network: {error}", reason="network") from error
 
+    def as_layer(self, plan: LaunchPlan) -> bool:
+        """Whether the sandbox has a topmost layer of its own, for the files that its network needs."""
+        return plan.wiring is not None and self._idmapped
+
     def write_layer(self, plan: LaunchPlan) -> None:
-        """Fills the sandbox's topmost layer with /etc/resolv.conf, hosts and hostname, which its id map gives to root inside. So its upper
-        stays clean, and the files can be changed and replaced like any other."""
-        assert plan.wiring is not None
+        """Fills that layer with /etc/resolv.conf, hosts and hostname, which its id map gives to root inside. So its upper stays clean, and
+        the files can be changed and replaced like any other."""
+        if plan.wiring is None or not self._idmapped:
+            return
         place = f"{plan.state_dir}/{TOP}"
         shutil.rmtree(place, ignore_errors=True)
         os.makedirs(f"{place}/etc")
