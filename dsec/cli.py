@@ -22,6 +22,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "burst": ("run", "Run a command in many sandboxes at once."),
     "exec": ("run", "Run a command in a sandbox; its exit code is ours."),
     "cp": ("files", "Copy files into or out of a sandbox."),
+    "port-forward": ("forward", "Local ports whose connections end inside a sandbox."),
     "ls": ("many", "List sandboxes."),
     "info": ("many", "Everything about one sandbox."),
     "stop": ("many", "End sandboxes."),
@@ -50,7 +51,7 @@ class Lazy(click.Group):
         if entry is None:
             return None
         module = importlib.import_module(f"dsec.commands.{entry[0]}")
-        command: click.Command = getattr(module, f"{cmd_name}_command")
+        command: click.Command = getattr(module, f"{cmd_name.replace('-', '_')}_command")
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002
