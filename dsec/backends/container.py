@@ -145,7 +145,7 @@ class ContainerBackend:
             userns_missing=why,
             disk_modes=modes,
             seccomp=seccomp.available(),
-            net=self.network.block,
+            net=self.network.offer,
             net_missing=self.network.missing,
         )
         self.capabilities = Capabilities(name="container", pause=True, tty=True, userns=userns, disk_limit=True, missing=missing)
@@ -204,7 +204,7 @@ class ContainerBackend:
             try:
                 await self.network.up(plan.wiring)
             finally:
-                self.node = msgspec.structs.replace(self.node, net=self.network.block, net_missing=self.network.missing)
+                self.node = msgspec.structs.replace(self.node, net=self.network.offer, net_missing=self.network.missing)
         for layer in plan.lowers:
             await self._mount_layer(layer.digest)
 

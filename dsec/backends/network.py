@@ -37,13 +37,15 @@ TOP = "top"  # directory of a sandbox's state: a layer above all others with the
 
 
 class OpenNetwork:
-    """One Edge's. ``block`` is known after `look`; None where open sandboxes cannot be had, and ``missing`` says why."""
+    """One Edge's. ``offer`` is known after `look`; None where open sandboxes cannot be had, and ``missing`` says why. ``block`` is what is
+    on the node or will be: an earlier start may have left something even where nothing can be had any more."""
 
     def __init__(
         self, config: NetworkConfig, edge: str, state_dir: str, run_dir: str, bus: tuple[tuple[str, int], ...], linger: float = 30.0
     ) -> None:
         self.config, self.edge, self._state, self._bus, self._linger = config, edge, state_dir, bus, linger
         self.block: Block | None = None
+        self.offer: Block | None = None
         self.missing = ""
         self._record = f"{state_dir}/network.json"
         self._control = f"{run_dir}/resolver"
@@ -73,13 +75,13 @@ class OpenNetwork:
 
         ``idmapped``: directories of the state directory's file system can be layers of any sandbox."""
         self._idmapped = self._idmapped if idmapped is None else idmapped
-        self.block, self.missing = None, ""
+        self.block, self.offer, self.missing = self._remembered(), None, ""
         denied = network.check_deny(self.config.deny)
         candidates = network.blocks(self.config.ipv4_range, self.config.ipv4_block)
         network.prefix6(self.config.ipv6_prefix, self.edge, self._state)
         self._denied = Denied(nets=denied, endpoints=self._bus)
         try:
-            self.block = await self._in(self._choose, candidates)
+            self.block = self.offer = await self._in(self._choose, candidates)
         except Unsupported as error:
             self.missing = error.message
         except OSError as error:
@@ -116,12 +118,12 @@ class OpenNetwork:
 
     async def up(self, wiring: Wiring) -> None:
         """Table, gateway and resolver for what was planned; once, however many ask. Raises `NodeError` and `Unsupported`."""
-        if self.block is None:
+        if self.offer is None:
             raise Unsupported(f"network=open is not to be had on this node: {self.missing}", field="network", reason="network")
-        if wiring.gateway4 != self.block.gateway4:
+        if wiring.gateway4 != self.offer.gateway4:
             raise NodeError(f"{wiring.address4} was planned from addresses that this node has no more", reason="address")
         if self._up is None or (self._up.done() and (self._up.cancelled() or self._up.exception() is not None)):
-            self._up = asyncio.get_running_loop().create_task(self._make(self.block))
+            self._up = asyncio.get_running_loop().create_task(self._make(self.offer))
         await asyncio.shield(self._up)
 
     async def _make(self, block: Block) -> None:
@@ -145,6 +147,8 @@ class OpenNetwork:
             ours = f"{block.gateway4}/32" if kept == block else ""
             network.choose_block([IPv4Network(block.net4)], [(net, who) for net, who in taken if str(net) != ours], "")
             self._claimed = True
+            if kept is not None and kept.gateway4 != block.gateway4:
+                nft.own_gateway(kept, delete=True)
             part = f"{self._record}.new"
             with open(part, "wb") as file:
                 file.write(msgspec.json.encode(block))

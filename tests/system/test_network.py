@@ -365,12 +365,18 @@ async def test_a_node_that_does_not_forward_says_so(node: Yard, world: World) ->
     box = await backend.launch(plan)
     assert await get(box, FAR4) == NODE4
     assert (await get(box, FAR6)).startswith("failed: OSError 101")
-    await box.stop()
     world.forward(False, False)
+    await backend.close()
     other = await node.backend(network=CONFIG)
     with pytest.raises(Unsupported, match=r"net\.ipv4\.ip_forward=1"):
         node.plan(other.node, **OPEN)
-    assert (await other.launch(node.plan(other.node))) is not None
+    adopted = await other.adopt(plan)
+    assert adopted is not None
+    await (await other.launch(node.plan(other.node))).stop()
+    await adopted.stop()
+    await other.shutdown()
+    assert output("nft", "list", "tables") == ""
+    assert "proto 213" not in output("ip", "route", "show", "table", "all")
 
 
 async def test_two_edges_of_a_node_take_different_addresses(node: Yard, make_yard: MakeYard, edge_name: str) -> None:
