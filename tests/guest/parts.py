@@ -31,6 +31,7 @@ PACKAGES = (
     "erofs-utils",
     "iproute2",
     "kmod",
+    "nftables",
     "procps",
     "mount",
     "e2fsprogs",
@@ -40,7 +41,10 @@ PACKAGES = (
     "ca-certificates",
 )
 # Loaded by the initramfs, with what they depend on; all else that the tests need is built into Debian's cloud kernel.
-MODULES = ("virtio_blk", "erofs", "overlay", "loop", "zram", "veth")
+MODULES = (
+    *("virtio_blk", "erofs", "overlay", "loop", "zram", "veth"),
+    *("nf_tables", "nft_ct", "nft_fib_inet", "nft_reject_inet", "nft_masq", "nft_chain_nat", "nft_connlimit"),
+)
 # Of requirements.lock, what no test inside the guest imports.
 LEFT_OUT = {
     "ziglang",

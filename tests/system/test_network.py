@@ -23,7 +23,7 @@ from tests.fixtures_backend import MakeYard, Yard, sh
 from tests.system.net_world import World, world  # noqa: F401 - a fixture
 from tests.system.outside import FAR4, FAR6, METADATA, NODE4, NODE6, OUTSIDE4
 
-pytestmark = [pytest.mark.needs("root", "oci", "cgroup", "network"), pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.needs("root", "oci", "cgroup", "nft"), pytest.mark.timeout(120)]
 OPEN = {"network": NetworkPolicy(mode="open")}
 CONFIG = NetworkConfig(upstreams=(OUTSIDE4,))
 
@@ -170,6 +170,7 @@ def flush(table: str) -> None:
     output("nft", "flush", "table", "inet", table)
 
 
+@pytest.mark.guest
 async def test_open_reaches_the_outside_by_address_and_by_name(node: Yard) -> None:
     """An open sandbox fetches from a server outside over IPv4 and IPv6, by address and by name, and the server sees the node."""
     backend = await node.backend(network=CONFIG)
@@ -203,6 +204,7 @@ async def test_resolver_passes_every_type_and_large_answers(node: Yard) -> None:
     assert about["counts"]["queries"] == 4
 
 
+@pytest.mark.guest
 async def test_node_bus_metadata_and_other_sandboxes_are_out_of_reach(node: Yard, greeter: int) -> None:
     """Not the node on any address, not the bus where it is elsewhere, not metadata, not what the configuration denies, not another
     sandbox; and each of the local ones is reached as soon as the rules are gone."""
@@ -297,6 +299,7 @@ async def test_files_of_the_network_leave_the_upper_clean(node: Yard) -> None:
     assert sorted(os.listdir(f"{upper}/etc")) == ["hostname", "hosts"] or not as_layer
 
 
+@pytest.mark.guest
 async def test_undone_whole_with_the_sandbox_and_with_the_edge(node: Yard) -> None:
     """A sandbox's interface, routes and rules go with it; the table, the gateway and the resolver with the last of the Edge."""
     backend = await node.backend(network=CONFIG)

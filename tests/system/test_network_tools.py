@@ -29,7 +29,7 @@ from tests.fixtures_backend import Yard, sh
 from tests.system.net_world import World, world  # noqa: F401 - a fixture
 from tests.system.outside import FAR4, NODE4, NODE6, OUTSIDE4
 
-pytestmark = [pytest.mark.needs("root", "oci", "cgroup", "network", "mmdebstrap"), pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.needs("root", "oci", "cgroup", "nft", "mmdebstrap"), pytest.mark.timeout(300)]
 CACHE = Path(__file__).resolve().parents[2] / ".cache" / "layers"
 PROXIES = ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY")
 

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dsec.actors.host import bus_endpoints
 from dsec.backends.plan import Node, make_plan
 from dsec.errors import Busy, InvalidRequest, Unsupported
 from dsec.model import LayerRef, NetworkPolicy, SandboxId, SandboxSpec, new_ulid
@@ -232,3 +233,9 @@ def test_nameservers_of_a_resolv_conf() -> None:
         "# made by x\nsearch example.org\nnameserver 127.0.0.53 # stub\nnameserver fe80::1%eth0\n;nameserver 192.0.2.1\noptions ndots:2\n"
     )
     assert dns.nameservers(text) == ["127.0.0.53", "fe80::1%eth0"]
+
+
+async def test_every_server_of_the_bus_is_known_by_address_and_port() -> None:
+    """Whatever way the configuration writes it; a name that does not resolve is nobody's."""
+    found = await bus_endpoints("nats://user:secret@127.0.0.1:4222, tls://[::1]:5222,192.0.2.1,nats://no.such.host.invalid:1")
+    assert found == (("127.0.0.1", 4222), ("192.0.2.1", 4222), ("::1", 5222))
