@@ -135,6 +135,17 @@ class LayerRef(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     digest: str
 
 
+class PackedLayer(LayerRef, frozen=True, kw_only=True, omit_defaults=True):
+    """A layer that `pack_diff` made. It means what it should above ``parents`` (digests, topmost first: the layers of its sandbox)."""
+
+    parents: tuple[str, ...] = ()
+    size: int = 0  # bytes of the image
+    entries: int = 0
+    bytes: int = 0  # in regular files
+    scrubbed: int = 0  # names left out, each with all that was in it
+    frozen_ms: float = 0.0  # how long the sandbox stood still
+
+
 class SandboxSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Everything that makes a sandbox. ``image`` is the base layer; workspaces and toolkits stack above it, in order."""
 

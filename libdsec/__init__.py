@@ -15,7 +15,7 @@ from dsec.errors import (
     Unavailable,
     Unsupported,
 )
-from dsec.model import Exit, ExitReason, SandboxInfo, SandboxSpec, Stat, State
+from dsec.model import Exit, ExitReason, LayerRef, PackedLayer, SandboxInfo, SandboxSpec, Stat, State
 from libdsec import blocking
 from libdsec.burst import Burst
 from libdsec.client import Client, connect
@@ -48,11 +48,13 @@ __all__ = [
     "Output",
     "OutputEvent",
     "Process",
+    "LayerRef",
     "Sandbox",
     "SandboxError",
     "SandboxGone",
     "SandboxInfo",
     "SandboxSpec",
+    "PackedLayer",
     "Session",
     "Stat",
     "State",

@@ -18,7 +18,7 @@ from typing import Any, Literal, Self, TypeVar, Unpack
 import libdsec.client as aio
 from dsec.bus.messages import ClusterView, Event
 from dsec.errors import InvalidRequest
-from dsec.model import Exit, SandboxInfo, SandboxSpec, Stat
+from dsec.model import Exit, PackedLayer, SandboxInfo, SandboxSpec, Stat
 from libdsec.burst import Burst as AioBurst
 from libdsec.process import OutputEvent
 from libdsec.process import Process as AioProcess
@@ -272,6 +272,9 @@ class Sandbox:
 
     def resume(self) -> None:
         self._loop.run(self._sandbox.resume())
+
+    def pack_diff(self, name: str = "", **options: Any) -> PackedLayer:
+        return self._loop.run(self._sandbox.pack_diff(name, **options))
 
     def info(self) -> SandboxInfo:
         return self._loop.run(self._sandbox.info())

@@ -19,15 +19,17 @@ from dsec.bus.messages import (
     InputRequest,
     LogReply,
     OpsReply,
+    PackReply,
+    PackRequest,
     SignalRequest,
     StopRequest,
 )
 from dsec.errors import Busy, DeadlineExceeded, DsecError, InvalidRequest, NotFound, SandboxGone, Unavailable
-from dsec.model import ExecSpec, Exit, LayerRef, OpStatus, SandboxId, SandboxInfo, State
+from dsec.model import ExecSpec, Exit, LayerRef, OpStatus, PackedLayer, SandboxId, SandboxInfo, State
 from libdsec.files import Files
 from libdsec.results import ExecResult
 from libdsec.session import Session
-from libdsec.spec import exec_spec, milliseconds, user_name
+from libdsec.spec import exec_spec, layer_name, milliseconds, size, text, user_name, whole
 from libdsec.wire import FIRST_PAUSE, LONGEST_PAUSE, is_silence, unanswered
 
 if TYPE_CHECKING:
@@ -194,6 +196,41 @@ class Sandbox:
         self._stopped = True
         self._client._leases.release(self._id)  # what ended it, and when, its node goes on telling
 
+    async def pack_diff(
+        self,
+        name: str = "",
+        *,
+        scrub: Iterable[str] = (),
+        max_entries: int = 1_000_000,
+        max_bytes: int | str = "16GiB",
+        timeout: float = 600.0,
+    ) -> PackedLayer:
+        """Make a layer of all that this sandbox changed: ``client.sandbox(image, workspace=[layer])`` starts from it at once.
+
+        It stands still while its files are read (``frozen_ms`` of the result); a paused one stays paused. Deleted files stay deleted in
+        the layer. The layer lies in the store of the sandbox's node, and means what it should above the layers that the sandbox had.
+
+        Args:
+            name: of the layer; default ``packed/<the sandbox's ulid>``. An existing name is moved, the older layer keeps its digest.
+            scrub: globs of what is left out besides /tmp, /var/tmp, /run and apt's caches: ``/root/.cache``, ``*.pyc``, ``/a/**/b``.
+            max_entries, max_bytes: more than these are refused.
+            timeout: seconds.
+
+        Raises:
+            InvalidRequest: a glob, the name, too many entries or bytes, a device node. NodeError: the node's disk. In all of these the
+            sandbox runs on. Unsupported: its backend cannot. SandboxGone.
+        """
+        globs = tuple(text(glob, f"scrub[{at}]", limit=1024) for at, glob in enumerate([scrub] if isinstance(scrub, str) else scrub))
+        request = PackRequest(
+            op=new_op(),
+            name=layer_name(name, "name") if name else f"packed/{self._id.ulid}",
+            scrub=globs,
+            max_entries=whole(max_entries, "max_entries", 1, 100_000_000),
+            max_bytes=size(max_bytes, "max_bytes"),
+        )
+        limit = milliseconds(timeout, "timeout") / 1000
+        return (await self._request("pack_diff", request, PackReply, timeout=limit, each=limit)).layer
+
     async def pause(self) -> None:
         """Freeze it; it then holds no reservation. Idempotent. The next request resumes it."""
         await self._request("pause", Empty(), Empty, timeout=60.0, each=30.0)
@@ -333,7 +370,8 @@ class Sandbox:
             piece = data[at - offset : at - offset + most]
             last = at + len(piece) >= end
             try:
-                reply = await self._request(verb, InputRequest(op=op, offset=at, data=piece, eof=eof and last), InputReply, bulk=True)
+                request = InputRequest(op=op, offset=at, data=piece, eof=eof and last)
+                reply = await self._request(verb, request, InputReply, each=4.0, bulk=True)  # the guest answers within 2 s
             except NotFound:
                 missing += 1  # the command itself may still be on its way on the other connection
                 if missing > 200:

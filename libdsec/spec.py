@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Literal, TypedDict, Unpack
 
 from dsec.errors import InvalidRequest
-from dsec.model import GIB, MIB, ExecSpec, NetworkPolicy, Qos, Resources, SandboxSpec
+from dsec.model import GIB, MIB, ExecSpec, LayerRef, NetworkPolicy, Qos, Resources, SandboxSpec
 
 ARG_LIMIT = 128 * 1024 - 1  # MAX_ARG_STRLEN of Linux, less the closing NUL: one string of argv or env
 COMMAND_LIMIT = 768 * 1024  # argv and env together: below NATS' 1 MiB payload and the kernel's own limit
@@ -26,8 +26,8 @@ _USER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,31}(?::[A-Za-z0-9_][A-Za-z0-9_
 class Options(TypedDict, total=False):
     """The keywords of `Client.sandbox`, `Client.create` and `spec`. Sizes are bytes or texts like ``"2GiB"``, times are seconds."""
 
-    workspace: str | Iterable[str] | None
-    toolkits: str | Iterable[str]
+    workspace: str | LayerRef | Iterable[str | LayerRef] | None
+    toolkits: str | LayerRef | Iterable[str | LayerRef]
     backend: str
     arch: Literal["", "x86_64", "aarch64"]
     cpus: float
@@ -104,7 +104,9 @@ def text(value: object, field: str, *, limit: int = 4096, empty: bool = False) -
 
 
 def layer_name(value: object, field: str) -> str:
-    """The name of a layer as a request may carry it; whether it exists is the node's to say."""
+    """The name of a layer as a request may carry it; whether it exists is the node's to say. A `LayerRef` means its very content."""
+    if isinstance(value, LayerRef):
+        value = value.digest
     name = text(value, field, limit=512)
     if any(ch.isspace() or ord(ch) < 32 for ch in name):
         raise wrong("holds white space", field, name, "see `dsec layer ls` for the names there are")
@@ -113,10 +115,10 @@ def layer_name(value: object, field: str) -> str:
     return name
 
 
-def names(value: str | Iterable[str] | None, field: str) -> tuple[str, ...]:
+def names(value: str | LayerRef | Iterable[str | LayerRef] | None, field: str) -> tuple[str, ...]:
     if value is None or value == "":
         return ()
-    items = [value] if isinstance(value, str) else list(value)
+    items = [value] if isinstance(value, str | LayerRef) else list(value)
     if len(items) > 100:
         raise wrong(f"names {len(items)} layers, more than 100", field)
     return tuple(layer_name(item, f"{field}[{at}]" if len(items) > 1 else field) for at, item in enumerate(items))

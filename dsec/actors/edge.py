@@ -126,7 +126,7 @@ class Edge:
             instance = await backend.adopt(_plan.decode(record.plan))
             if instance is not None and record.state is State.PAUSING:
                 await instance.pause()
-            elif instance is not None and record.state is State.RESUMING:
+            elif instance is not None and record.state in (State.RESUMING, State.CAPTURING):
                 await instance.resume()
         except (DsecError, OSError) as error:
             log.error("edge.adopt_failed", sandbox=record.ulid, error=str(error))

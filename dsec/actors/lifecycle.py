@@ -119,6 +119,7 @@ IGNORED: frozenset[tuple[State, On]] = frozenset(
         )
     ]
     + [(S.STOPPED, event) for event in (On.STOP, On.EXITED, On.DEADLINE, On.LEASE, On.BROKEN, On.IDLE, On.PLACED)]
+    + [(S.STOPPED, event) for event in (On.CAPTURED, On.CAPTURE_UNDONE)]  # packing goes on for a moment when its sandbox is gone
     + [(S.PAUSING, On.PAUSE), (S.PAUSED, On.PAUSE), (S.RESUMING, On.RESUME), (S.RUNNING, On.RESUME)]
     + [(state, On.IDLE) for state in (S.PENDING, S.CREATING, S.PAUSING, S.RESUMING, S.CAPTURING)]
 )

@@ -17,14 +17,15 @@ import structlog
 
 from dsec.actors.lifecycle import Clocks, Do, Life, On, Story, step
 from dsec.actors.store import Record, Store
-from dsec.backends.base import Backend, Broken, Instance, LaunchPlan, Undone
+from dsec.backends.base import Backend, Broken, Instance, LaunchPlan, PackOrder, Undone
 from dsec.bus.actor import Mailbox
 from dsec.config import EdgeConfig
-from dsec.errors import Busy, DeadlineExceeded, DsecError, NodeError, SandboxGone, Unsupported
-from dsec.model import Exit, ExitReason, SandboxInfo, State, Usage
+from dsec.errors import Busy, Conflict, DeadlineExceeded, DsecError, NodeError, SandboxGone, Unsupported
+from dsec.model import Exit, ExitReason, PackedLayer, SandboxInfo, State, Usage
 
 log = structlog.get_logger("dsec.sandbox")
 RELEASE_PAUSE = (0.1, 10.0)  # seconds between attempts to free a sandbox: first, longest
+PACKS_KEPT = 8  # outcomes of pack_diff that a repeated request finds
 SETTLED = (State.RUNNING, State.PAUSED, State.STOPPED)
 
 
@@ -38,7 +39,7 @@ class Keeper(Protocol):
     def ready(self, sandbox: Sandbox) -> None: ...
     def failed(self, sandbox: Sandbox) -> None: ...
     def stopped(self, sandbox: Sandbox) -> None: ...
-    def changed(self, sandbox: Sandbox, kind: str) -> None: ...
+    def changed(self, sandbox: Sandbox, kind: str, detail: dict[str, object] | None = None) -> None: ...
     def watch(self, sandbox: Sandbox) -> None:
         """Its clocks have changed."""
         ...
@@ -78,6 +79,7 @@ class Sandbox:
         self.deadline = 0.0  # of its create, monotonic; 0 = none
         self.queued_at = time.monotonic()
         self._waiters: list[asyncio.Future[None]] = []
+        self._packs: dict[str, tuple[PackOrder, asyncio.Future[PackedLayer]]] = {}
         self._launching: asyncio.Task[None] | None = None
         self._releasing: asyncio.Task[None] | None = None
 
@@ -110,7 +112,7 @@ class Sandbox:
         now = time.monotonic()
         if self.state is State.RUNNING and before.state is not State.RUNNING:
             self.clocks.start(now)
-        elif self.state is State.PAUSED and before.state is not State.PAUSED:
+        elif _stands_still(self.state) and not _stands_still(before.state):
             self.clocks.pause(now)
         for effect in effects:
             self._do(effect)
@@ -311,6 +313,57 @@ class Sandbox:
             if self.state is State.PAUSED:
                 self.keeper.release(self)
 
+    async def pack_diff(self, op: str, order: PackOrder, deadline: float | None = None) -> PackedLayer:
+        """What it changed becomes a layer; a paused sandbox stays paused. ``op`` again answers with the first one's outcome.
+
+        It goes on when the caller is cancelled. Raises `Conflict` (the op was used for another order), `Unsupported`, `SandboxGone`,
+        `InvalidRequest` and `NodeError` (it runs on).
+        """
+        if op not in self._packs:
+            for old in [key for key, (_, task) in self._packs.items() if task.done()][: max(0, len(self._packs) - PACKS_KEPT + 1)]:
+                del self._packs[old]
+            if len(self._packs) >= PACKS_KEPT:
+                raise Busy("it is being packed several times already", sandbox=self.id, reason="packing")
+            work = asyncio.ensure_future(self.mailbox.run(lambda: self._pack_diff(order, deadline)))
+            work.add_done_callback(lambda task: None if task.cancelled() else task.exception())  # the caller may have left
+            self._packs[op] = (order, work)
+        first, task = self._packs[op]
+        if first != order:
+            raise Conflict("this operation was another order", field="op", value=op, sandbox=self.id, reason="request_id_conflict")
+        return await asyncio.shield(task)
+
+    async def _pack_diff(self, order: PackOrder, deadline: float | None) -> PackedLayer:
+        await self._settled(deadline)
+        if not self.backend.capabilities.pack_diff:
+            missing = self.backend.capabilities.missing.get("pack_diff", "this backend cannot")
+            raise Unsupported(f"cannot pack: {missing}", sandbox=self.id, reason="pack_diff")
+        instance, origin = self.instance, self.state
+        assert instance is not None
+        self.feed(On.CAPTURE)
+        try:
+            if origin is State.RUNNING:  # an Edge that finds it in capturing thaws it
+                await self.keeper.store.update(self.write())
+            layer = await instance.pack_diff(order, origin is State.PAUSED)
+        except Broken as error:
+            if self.within(State.STOPPING, State.STOPPED):
+                raise self.gone() from None
+            self.feed(On.BROKEN, detail=str(error))
+            raise
+        except BaseException as error:
+            self.feed(On.CAPTURE_UNDONE, detail=str(error))
+            if isinstance(error, SandboxGone) or self.within(State.STOPPING, State.STOPPED):
+                raise (self.gone() if self.life.exit is not None else error) from None
+            if origin is State.RUNNING:
+                self.keeper.store.post(self.write())
+            raise
+        self.feed(On.CAPTURED, detail=layer.digest[:19])
+        if self.within(State.STOPPING, State.STOPPED):
+            raise self.gone()
+        if origin is State.RUNNING:
+            await self.keeper.store.update(self.write())
+        self.keeper.changed(self, "packed", {"name": layer.name, "digest": layer.digest, "size": layer.size})
+        return layer
+
     async def _move(self, ok: On, undone: On) -> None:
         """Carry out pause or resume on the instance; its outcome is the next event."""
         assert self.instance is not None
@@ -421,6 +474,11 @@ class Sandbox:
             addresses=addresses(self.plan),
             lease=record.lease,
         )
+
+
+def _stands_still(state: State) -> bool:
+    """Whether idle and absolute clocks stand."""
+    return state in (State.PAUSED, State.CAPTURING)
 
 
 def addresses(plan: LaunchPlan) -> tuple[str, ...]:

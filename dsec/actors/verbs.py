@@ -16,6 +16,7 @@ import msgspec
 from dsec.actors.edge import Edge
 from dsec.actors.pump import Pump, bounded
 from dsec.actors.sandbox import Sandbox, ended
+from dsec.backends.base import PackOrder
 from dsec.bus import subjects
 from dsec.bus.actor import Context, Route, Verb
 from dsec.bus.messages import (
@@ -38,6 +39,8 @@ from dsec.bus.messages import (
     ManyReply,
     OpsReply,
     OutputRequest,
+    PackReply,
+    PackRequest,
     ResizeRequest,
     Selector,
     SignalRequest,
@@ -71,6 +74,7 @@ class Verbs:
             ("log", Empty, LogReply, self.log),
             ("pause", Empty, Empty, self.pause),
             ("resume", Empty, Empty, self.resume),
+            ("pack_diff", PackRequest, PackReply, self.pack_diff),
             ("stop", StopRequest, Empty, self.stop),
         ]
         bulk: list[tuple[str, Any, Any, Any]] = [
@@ -247,6 +251,10 @@ class Verbs:
     async def resume(self, context: Context, _request: Empty) -> Empty:
         await self._live(context).resume(context.deadline)
         return Empty()
+
+    async def pack_diff(self, context: Context, request: PackRequest) -> PackReply:
+        order = PackOrder(name=request.name, scrub=request.scrub, max_entries=request.max_entries, max_bytes=request.max_bytes)
+        return PackReply(layer=await self._live(context).pack_diff(request.op, order, context.deadline))
 
     async def stop(self, context: Context, request: StopRequest) -> Empty:
         """Never rejected: one that has ended is stopped."""

@@ -16,7 +16,7 @@ from typing import Protocol, runtime_checkable
 import msgspec
 
 from dsec.errors import NodeError
-from dsec.model import ExecSpec, Exit, FileReply, FileRequest, LayerRef, OpStatus, Qos, Resources, Usage
+from dsec.model import ExecSpec, Exit, FileReply, FileRequest, LayerRef, OpStatus, PackedLayer, Qos, Resources, Usage
 from dsec.security.network import Wiring
 
 
@@ -87,6 +87,16 @@ class LaunchPlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     masked: tuple[str, ...] = ()
     readonly: tuple[str, ...] = ()
     degraded: tuple[str, ...] = ()  # what this node cannot enforce of what was asked
+
+
+class PackOrder(msgspec.Struct, frozen=True, kw_only=True):
+    """What `Instance.pack_diff` is asked for. ``name``: the layer's; ``scrub``: globs of what is left out besides the project's own list
+    (dsec/layers/diff.py). More than ``max_entries`` names or ``max_bytes`` in regular files are refused."""
+
+    name: str
+    scrub: tuple[str, ...] = ()
+    max_entries: int = 1_000_000
+    max_bytes: int = 16 << 30
 
 
 class Chunk(msgspec.Struct, frozen=True):
@@ -163,6 +173,11 @@ class Instance(Protocol):
     async def resume(self) -> None: ...
 
     async def usage(self) -> Usage: ...
+
+    async def pack_diff(self, order: PackOrder, paused: bool, /) -> PackedLayer:
+        """What it changed, as a layer of this node's store; where `Capabilities.pack_diff`. It stands still meanwhile, and runs on
+        afterwards unless it was ``paused``. Raises `InvalidRequest`, `Undone` and `NodeError` (it is as before), or `Broken`."""
+        ...
 
     async def stop(self, grace: float = 0.0) -> None:
         """End it and free everything that it holds: processes, mounts, cgroups, netns, files. Idempotent; raises `NodeError` while

@@ -29,6 +29,7 @@ from dsec.backends.base import Capabilities, LaunchPlan, Undone
 from dsec.backends.holder_client import HolderClient
 from dsec.backends.instance import ContainerInstance, End
 from dsec.backends.network import TOP, OpenNetwork
+from dsec.backends.pack import UPPER_FD, Shelf
 from dsec.backends.plan import MASKED, Node, memory_bytes
 from dsec.backends.render import GUEST_PATH, render
 from dsec.config import NetworkConfig
@@ -40,13 +41,12 @@ from dsec.security import seccomp
 
 T = TypeVar("T")
 
-UPPER_FD = 4  # of the init: the upper's directory, read-only (launch.c)
 EXIT_TIMEOUT = 10.0  # seconds from SIGKILL until the kernel has taken the sandbox apart
 READY_TIMEOUT = 15.0
 LAUNCH_TIMEOUT = 60.0  # of launcher and runtime together; they take 10 ms
 
 
-class Layers(Protocol):
+class Layers(Shelf, Protocol):
     """What the backend asks of the layer store."""
 
     async def mount_plan(self, digest: str) -> LayerMount: ...
@@ -125,7 +125,7 @@ class ContainerBackend:
         """Programs, holder, and what this node can do."""
         self._launcher, self._guest = await asyncio.to_thread(runtime.programs, opts.launcher, opts.guest)
         await self._ensure_holder()
-        missing: dict[str, str] = {"snapshot": "not built yet", "fork": "not built yet", "pack_diff": "not built yet"}
+        missing: dict[str, str] = {"snapshot": "not built yet", "fork": "not built yet"}
         if not userns:
             missing["userns"] = why
             if self._cgroups.version == 2:
@@ -148,7 +148,9 @@ class ContainerBackend:
             net=self.network.offer,
             net_missing=self.network.missing,
         )
-        self.capabilities = Capabilities(name="container", pause=True, tty=True, userns=userns, disk_limit=True, missing=missing)
+        self.capabilities = Capabilities(
+            name="container", pause=True, pack_diff=True, tty=True, userns=userns, disk_limit=True, missing=missing
+        )
 
     def _make_directories(self) -> None:
         for path in (self.options.state_dir, self._sandboxes, self._run):
@@ -501,7 +503,7 @@ class ContainerBackend:
         known = (await self._holder.request("find", ulid=plan.ulid))["found"]
         pid = known if isinstance(known, int) else 0
         if known is None:
-            pid = await self._in(self._breakers, self._find_init, plan)
+            pid = await self._in(self._breakers, self.find_init, plan)
             if pid:
                 try:
                     await self._holder.request("adopt", ulid=plan.ulid, pid=pid)
@@ -519,7 +521,7 @@ class ContainerBackend:
         known = (await self._holder.request("find", ulid=ulid))["found"]
         return self._exit(ulid, known) if isinstance(known, dict) else None
 
-    def _find_init(self, plan: LaunchPlan) -> int:
+    def find_init(self, plan: LaunchPlan) -> int:
         """The process of the sandbox's group that is number 1 in its pid namespace; 0 when there is none."""
         for pid in self._cgroups.pids(plan.ulid):
             with contextlib.suppress(OSError), open(f"/proc/{pid}/status") as file:
@@ -558,7 +560,7 @@ class ContainerBackend:
             if self._closed:
                 return
         for ulid, instance in list(self._instances.items()):
-            pid = await self._in(self._breakers, self._find_init, instance.plan)
+            pid = await self._in(self._breakers, self.find_init, instance.plan)
             try:
                 if pid != instance.pid:
                     raise NodeError("it ended")

@@ -13,11 +13,11 @@ from collections.abc import Callable
 
 import msgspec
 
-from dsec.backends.base import Capabilities, LaunchPlan, Undone
+from dsec.backends.base import Capabilities, LaunchPlan, PackOrder, Undone
 from dsec.backends.fake_guest import FakeGuest, FakeLink
 from dsec.backends.plan import Node
 from dsec.errors import NodeError, NotFound
-from dsec.model import Exit, ExitReason, Usage
+from dsec.model import Exit, ExitReason, PackedLayer, Usage
 
 
 class Faults(msgspec.Struct, kw_only=True):
@@ -33,6 +33,8 @@ class Faults(msgspec.Struct, kw_only=True):
     stop_delay: float = 0.0
     stop_failures: int = 0  # so many stops fail first
     pause_fails: bool = False
+    pack_delay: float = 0.0
+    pack_fails: bool = False
     unknown_layers: frozenset[str] = frozenset()  # digests that `prepare` does not find
 
 
@@ -78,6 +80,14 @@ class FakeInstance:
     async def usage(self) -> Usage:
         return self.guest.usage()
 
+    async def pack_diff(self, order: PackOrder, _paused: bool) -> PackedLayer:
+        """Nothing is kept anywhere: a layer of the right name and of no content."""
+        await asyncio.sleep(self._backend.faults.pack_delay)
+        if self._backend.faults.pack_fails:
+            raise Undone("the fake was told to fail", sandbox=self.id)
+        parents = tuple(layer.digest for layer in self.plan.lowers)
+        return PackedLayer(name=order.name, digest="sha256:" + "d" * 64, parents=parents)
+
     async def stop(self, grace: float = 0.0) -> None:  # noqa: ARG002 - nothing in here needs time to end
         faults = self._backend.faults
         if faults.stop_delay:
@@ -93,7 +103,7 @@ class FakeBackend:
 
     def __init__(self, faults: Faults | None = None, *, edge: str = "fake", node: FakeNode | None = None, generation: int = 1) -> None:
         self.faults = faults or Faults()
-        self.capabilities = Capabilities(name="fake", pause=True, tty=True)
+        self.capabilities = Capabilities(name="fake", pause=True, pack_diff=True, tty=True)
         self.node = Node(edge=edge, state_dir="/nonexistent", backends=("fake",), userns=True)
         self.generation = generation
         self.world = node or FakeNode()

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from dsec.backends.base import GuestLink, LaunchPlan
-from dsec.model import Exit, ExitReason, Usage
+from dsec.backends.base import GuestLink, LaunchPlan, PackOrder
+from dsec.backends.pack import pack_upper
+from dsec.model import Exit, ExitReason, PackedLayer, Usage
 
 if TYPE_CHECKING:
     from dsec.backends.container import ContainerBackend
@@ -55,6 +57,21 @@ class ContainerInstance:
 
     async def resume(self) -> None:
         await self._backend.freeze(self.plan.ulid, False)
+
+    @property
+    def has_ended(self) -> bool:
+        return self._gone.done()
+
+    async def pack_diff(self, order: PackOrder, paused: bool) -> PackedLayer:
+        backend, plan = self._backend, self.plan
+        return await pack_upper(
+            self,
+            backend.layers,
+            order,
+            paused=paused,
+            freeze=functools.partial(backend.freeze, plan.ulid),
+            find_init=functools.partial(backend.find_init, plan),
+        )
 
     async def usage(self) -> Usage:
         return await self._backend.usage(self.plan)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from dsec.errors import ErrorBody
-from dsec.model import ExecSpec, LayerRef, OpStatus, SandboxInfo, SandboxSpec, State
+from dsec.model import ExecSpec, LayerRef, OpStatus, PackedLayer, SandboxInfo, SandboxSpec, State
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -236,6 +236,20 @@ class ResizeRequest(Message, frozen=True, kw_only=True):
     cols: int
 
 
+class PackRequest(Message, frozen=True, kw_only=True):
+    """sb.pack_diff: what the sandbox changed becomes the layer ``name``. Repeating it with the same ``op`` packs once."""
+
+    op: str
+    name: str
+    scrub: tuple[str, ...] = ()
+    max_entries: int = 1_000_000
+    max_bytes: int = 16 << 30
+
+
+class PackReply(Message, frozen=True, kw_only=True):
+    layer: PackedLayer
+
+
 class OpsReply(Message, frozen=True, kw_only=True):
     ops: tuple[OpStatus, ...] = ()
 
@@ -346,7 +360,7 @@ class Event(Message, frozen=True, kw_only=True):
     """One line of a sandbox's or a node's life. Order is (incarnation, n); consumers dedupe by (sb, incarnation, n)."""
 
     v: int = 1
-    kind: str  # created running paused resumed stopped exec node_up node_lost policy …
+    kind: str  # created running paused resumed packed stopped exec node_up node_lost policy …
     sb: str = ""
     edge: str = ""
     project: str = ""

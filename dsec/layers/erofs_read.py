@@ -184,7 +184,7 @@ def _make(image: Image, inode: Inode, where: bytes) -> None:
     elif stat.S_ISCHR(inode.mode) and inode.start == 0:
         os.mknod(where, stat.S_IFCHR, 0)  # overlayfs's whiteout
     else:
-        raise Unsupported("the image holds a device node or a socket", value=os.fsdecode(where), reason=f"mode {inode.mode:o}")
+        raise Unsupported("the image holds a device node", value=os.fsdecode(where), reason=f"mode {inode.mode:o}")
 
 
 def _finish(inode: Inode, where: bytes) -> None:
@@ -195,3 +195,5 @@ def _finish(inode: Inode, where: bytes) -> None:
     for key, value in inode.xattrs:
         os.setxattr(where, key, value, follow_symlinks=False)
     os.utime(where, ns=(inode.mtime_ns, inode.mtime_ns), follow_symlinks=False)
+    elif stat.S_ISSOCK(inode.mode):
+        os.mknod(where, stat.S_IFSOCK | 0o600)

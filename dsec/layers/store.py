@@ -20,7 +20,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import AsyncIterator, Collection, Iterator
+from collections.abc import AsyncIterator, Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Literal
 
@@ -57,6 +57,9 @@ class LayerInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     config: LayerConfig = LayerConfig()
     names: tuple[str, ...] = ()  # filled by `list` and `info`; not stored here
 
+    parents: tuple[str, ...] = ()  # digests of the layers that it was made on, topmost first: it means what it should above these
+    meta: int = 0  # bytes of a split layer's metadata image
+    remote: str = ""  # URL of the store that it came from; such a layer may be evicted
 
 class Removed(msgspec.Struct, frozen=True, kw_only=True):
     """What `gc` freed, and what it would have freed but somebody uses it."""
@@ -189,7 +192,8 @@ class LayerStore:
         return await tools.in_thread(self._remove, name, frozenset(pinned))
 
     async def gc(self, pinned: Collection[str] = ()) -> Removed:
-        """Remove the layers that have no name, are not in ``pinned`` and are not in use, and what crashes left behind."""
+        """Remove the layers that have no name, are no named layer's ancestor, are not in ``pinned`` and are not in use, and what crashes
+        left behind."""
         return await tools.in_thread(self._gc, frozenset(pinned))
 
     # --- blocking parts ----------------------------------------------------------------------------------------------
@@ -423,7 +427,7 @@ class LayerStore:
         with self._locked():
             infos = self._list()
             for info in infos:
-                if info.names:
+                if info.digest in kept:
                     continue
                 with self._claimed(info) as free:
                     if not free or info.digest in pinned:
@@ -472,3 +476,17 @@ def _fsync(path: str | Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+            kept = _lineage(infos)
+def _lineage(infos: Iterable[LayerInfo]) -> set[str]:
+    """The layers that have a name, and those that they were made on."""
+    by_digest = {info.digest: info for info in infos}
+    kept: set[str] = set()
+    todo = [info.digest for info in by_digest.values() if info.names]
+    while todo:
+        digest = todo.pop()
+        if digest not in kept and digest in by_digest:
+            kept.add(digest)
+            todo += by_digest[digest].parents
+    return kept
+
+
