@@ -238,6 +238,8 @@ class ExecSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     tail: int = 256 * 1024  # and of its end
     stream: bool = False  # a reader will follow: back-pressure instead of dropping while it holds the stream
     service: bool = False  # argv names a service of the guest itself (dsec:connect, dsec:pack, dsec:unpack, dsec:watch), not a program
+    session: bool = False  # a shell that is kept: runs go into it
+    run_in: str = ""  # the op of a session: argv[0] is a text for its shell; cwd, env and user are the session's
 
 
 class Captured(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -269,6 +271,7 @@ class OpStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     stdout: Captured = Captured()
     stderr: Captured = Captured()
     pid: int = 0
+    kind: str = ""  # session, terminal, run (in a session); else a plain command
 
 
 class FileRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -18,12 +18,13 @@ from typing import Any, Literal, Self, TypeVar, Unpack
 import libdsec.client as aio
 from dsec.bus.messages import ClusterView, Event
 from dsec.errors import InvalidRequest
-from dsec.model import Exit, PackedLayer, SandboxInfo, SandboxSpec, Stat
+from dsec.model import Exit, OpStatus, PackedLayer, SandboxInfo, SandboxSpec, Stat
 from libdsec.burst import Burst as AioBurst
 from libdsec.process import OutputEvent
 from libdsec.process import Process as AioProcess
 from libdsec.results import ExecResult, ItemOutcome
 from libdsec.sandbox import Sandbox as AioSandbox
+from libdsec.session import Recorded
 from libdsec.session import Session as AioSession
 from libdsec.spec import Options
 
@@ -264,6 +265,12 @@ class Sandbox:
     def session(self, **options: Any) -> Session:
         return Session(self._loop, self._sandbox.session(**options))
 
+    def attach_session(self, session: str) -> Session:
+        return Session(self._loop, self._sandbox.attach_session(session))
+
+    def sessions(self) -> list[OpStatus]:
+        return self._loop.run(self._sandbox.sessions())
+
     def stop(self, grace: float = 0.0) -> None:
         self._loop.run(self._sandbox.stop(grace))
 
@@ -339,6 +346,23 @@ class Session:
 
     def run(self, cmd: str, *, timeout: float | None = None, check: bool = False) -> ExecResult:
         return self._loop.run(self._session.run(cmd, timeout=timeout, check=check))
+
+    @property
+    def id(self) -> str:
+        return self._session.id
+
+    def interrupt(self) -> None:
+        self._loop.run(self._session.interrupt())
+
+    def output(self, offset: int = 0, stream: Literal["stdout", "stderr"] = "stdout") -> Recorded:
+        return self._loop.run(self._session.output(offset, stream))
+
+    def detach(self) -> Session:
+        self._session.detach()
+        return self
+
+    def close(self) -> None:
+        self._loop.run(self._session.close())
 
 
 class Files:

@@ -11,6 +11,7 @@ import asyncio
 import codecs
 import os
 import random
+import re
 import signal as signals
 from collections import deque
 from collections.abc import AsyncGenerator
@@ -23,7 +24,7 @@ import msgspec
 from dsec.bus import codec, subjects
 from dsec.bus.messages import CreditRequest, Empty, ExecReply, ExecRequest, OutputChunk, OutputRequest, ResizeRequest
 from dsec.bus.transport import Msg, Subscription, Transport
-from dsec.errors import DsecError, InvalidRequest, SandboxError, from_body
+from dsec.errors import DeadlineExceeded, DsecError, InvalidRequest, SandboxError, from_body
 from dsec.model import ExecSpec, OpStatus
 from libdsec.results import ExecResult
 from libdsec.spec import whole
@@ -37,6 +38,7 @@ TELL = 1 << 20  # bytes read after which the Edge is told at once
 TICK = 1.0  # seconds between repeats of the credit
 QUIET = 5.0  # seconds without output after which we ask again, in case the Edge has forgotten us; doubles up to a minute
 LONGEST_LINE = 1 << 20
+EXPECTED = 64 << 10  # bytes of output that `expect` looks for a match in
 UNREAD = 1 << 20  # bytes kept of a stream that nobody reads while the other one is read
 
 
@@ -62,7 +64,7 @@ class Process:
 
     patience = 60.0  # seconds after which an Edge that hears nothing of us takes us for gone
 
-    def __init__(self, sandbox: Sandbox, op: str, spec: ExecSpec | None) -> None:
+    def __init__(self, sandbox: Sandbox, op: str, spec: ExecSpec | None, *, offsets: tuple[int, int] = (0, 0), view: bool = False) -> None:
         self.op = op
         self._sandbox = sandbox
         self._wire = sandbox._wire
@@ -71,7 +73,10 @@ class Process:
         self._subscription: Subscription | None = None
         self._keeper: asyncio.Task[None] | None = None
         self._reader = ""
-        self._next = [0, 0]  # offset reached, by stream
+        self._next = list(offsets)  # offset reached, by stream
+        self._view = view  # only look on: the command does not wait for us
+        self._size = (spec.rows, spec.cols) if spec is not None and spec.tty else (0, 0)  # of our terminal
+        self._expected = bytearray()  # what `expect` has read and not given away
         self._fresh = [True, True]  # nothing came yet since we asked: a jump is a gap then, not a loss
         self._queues: tuple[deque[OutputEvent], deque[OutputEvent]] = (deque(), deque())
         self._order: deque[int] = deque()
@@ -161,6 +166,16 @@ class Process:
         """Standard error as bytes."""
         return self._bytes(1)
 
+    async def texts(self, stream: Literal["stdout", "stderr"] = "stdout") -> AsyncGenerator[str]:
+        """One stream as text while it comes: UTF-8 with replacement, no character cut at a piece's end."""
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        async with aclosing(self._bytes(0 if stream == "stdout" else 1)) as pieces:
+            async for data in pieces:
+                if piece := decoder.decode(data):
+                    yield piece
+        if piece := decoder.decode(b"", final=True):
+            yield piece
+
     async def lines(self, stream: Literal["stdout", "stderr"] = "stdout") -> AsyncGenerator[str]:
         """Lines of one stream without their ends, decoded as UTF-8 with replacement; one longer than a MiB comes in parts."""
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -176,6 +191,35 @@ class Process:
         held += decoder.decode(b"", final=True)
         if held:
             yield held
+
+    async def expect(self, pattern: str | bytes | re.Pattern[bytes], timeout: float | None = 30.0) -> re.Match[bytes]:
+        """Read standard output until ``pattern`` (a regular expression) matches; what follows the match stays for the next call.
+
+        The match's ``string`` holds what came since the former match, its last 64 KiB where more did. Not to be mixed with
+        iterating. Raises `DeadlineExceeded` after ``timeout`` seconds and `SandboxError` when the output ends before; the error's
+        text ends with what came last.
+        """
+        wanted = pattern if isinstance(pattern, re.Pattern) else re.compile(pattern.encode() if isinstance(pattern, str) else pattern)
+        try:
+            async with asyncio.timeout(timeout):
+                stream = self._bytes(0)
+                try:
+                    while (found := wanted.search(bytes(self._expected))) is None:
+                        try:
+                            self._expected += await anext(stream)
+                        except StopAsyncIteration:
+                            last = bytes(self._expected[-200:])
+                            raise SandboxError(
+                                f"the output ended before {wanted.pattern!r} came", sandbox=self._sandbox.id, value=last
+                            ) from None
+                        del self._expected[:-EXPECTED]
+                finally:
+                    await stream.aclose()
+        except TimeoutError:
+            last = bytes(self._expected[-200:])
+            raise DeadlineExceeded(f"{wanted.pattern!r} did not come within {timeout} s", sandbox=self._sandbox.id, value=last) from None
+        del self._expected[: found.end()]
+        return found
 
     async def wait(self, timeout: float | None = None) -> ExecResult:
         """Its result. Output that nobody reads meanwhile is read and thrown away. Raises `TimeoutError` after ``timeout`` seconds."""
@@ -320,13 +364,23 @@ class Process:
     async def _attach(self) -> None:
         """Become the reader, from the offsets reached. A new name each time: pieces of the former asking are told apart by it."""
         self._again.clear()
-        self._reader = os.urandom(6).hex()
+        former, self._reader = self._reader, os.urandom(6).hex()
         self._fresh = [True, True]
         self._received = 0
         self._told = max(TELL, self._credit())  # what waits here counts against the new credit as well
         self._heard = asyncio.get_running_loop().time()
-        at, patience = self._next, int(self.patience * 1000)
-        request = OutputRequest(op=self.op, reader=self._reader, stdout=at[0], stderr=at[1], credit=self._told, patience_ms=patience)
+        request = OutputRequest(
+            op=self.op,
+            reader=self._reader,
+            replaces=former,
+            view=self._view,
+            stdout=self._next[0],
+            stderr=self._next[1],
+            credit=self._told,
+            rows=self._size[0],
+            cols=self._size[1],
+            patience_ms=int(self.patience * 1000),
+        )
         await self._sandbox._request("output", request, Empty, timeout=60.0, each=5.0, repeat=False)
 
     async def _keep(self) -> None:
@@ -392,8 +446,9 @@ class Process:
         await self.signal(signals.SIGKILL)
 
     async def resize(self, rows: int, cols: int) -> None:
-        """The size of its terminal; returns when it is set."""
-        message = ResizeRequest(op=self.op, rows=whole(rows, "rows", 1, 10_000), cols=whole(cols, "cols", 1, 10_000))
+        """The size of its terminal; returns when it is set. Of several who look at it the last who resized decides while it lives."""
+        self._size = whole(rows, "rows", 1, 10_000), whole(cols, "cols", 1, 10_000)
+        message = ResizeRequest(op=self.op, rows=rows, cols=cols, reader=self._reader)
         await self._sandbox._request("resize", message, Empty)
 
     async def status(self) -> OpStatus:

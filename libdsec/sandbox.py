@@ -28,7 +28,7 @@ from dsec.errors import Busy, DeadlineExceeded, DsecError, InvalidRequest, NotFo
 from dsec.model import ExecSpec, Exit, LayerRef, OpStatus, PackedLayer, SandboxId, SandboxInfo, State
 from libdsec.files import Files
 from libdsec.results import ExecResult
-from libdsec.session import Session
+from libdsec.session import Session, shell_specs
 from libdsec.spec import exec_spec, layer_name, milliseconds, size, text, user_name, whole
 from libdsec.wire import FIRST_PAUSE, LONGEST_PAUSE, is_silence, unanswered
 
@@ -151,15 +151,45 @@ class Sandbox:
         )
         return Process(self, new_op(), spec)
 
-    def process(self, op: str) -> Process:
-        """Take up an operation that was started before (`Process.op`), also by another client; its output comes as far as it is kept."""
+    def process(self, op: str, *, stdout: int = 0, stderr: int = 0, view: bool = False) -> Process:
+        """Take up an operation that was started before (`Process.op`), also by another client; its output comes as far as it is kept.
+
+        ``stdout`` and ``stderr`` are the offsets to begin from. The newest reader holds the streams: the command waits for it. Others,
+        and those with ``view``, look on beside it and may miss what the sandbox no longer keeps (`OutputEvent.gap`).
+        """
         from libdsec.process import Process
 
-        return Process(self, op, None)
+        return Process(self, op, None, offsets=(stdout, stderr), view=view)
 
-    def session(self, *, cwd: str | None = None, env: Mapping[str, str] | None = None, user: str | None = None) -> Session:
-        """One shell kept open: ``async with sandbox.session() as shell``. Directory, variables and functions persist between runs."""
-        return Session(self, cwd=cwd, env=env, user=user)
+    def session(
+        self, *, shell: str | None = None, cwd: str | None = None, env: Mapping[str, str] | None = None, user: str | None = None
+    ) -> Session:
+        """One shell kept open: ``async with sandbox.session() as shell``. Directory, variables, functions and background jobs persist.
+
+        ``shell`` is ``bash`` or ``sh`` or the path of one; None is bash where the sandbox has it.
+        """
+        return Session(self, new_op(), shell_specs(shell, cwd=cwd, env=env, user=user))
+
+    def attach_session(self, session: str) -> Session:
+        """Take up a session that was opened before (`Session.id`), also by another client. It goes on after the block."""
+        return Session(self, session, ())
+
+    async def sessions(self) -> list[OpStatus]:
+        """The sessions that run; ``op`` is what `attach_session` takes."""
+        return [op for op in await self.ops() if op.kind == "session" and op.running]
+
+    def terminal(
+        self,
+        cmd: str | Iterable[str] = ("/bin/sh", "-i"),
+        *,
+        rows: int = 24,
+        cols: int = 80,
+        cwd: str | None = None,
+        env: Mapping[str, str] | None = None,
+        user: str | None = None,
+    ) -> Process:
+        """A command on a terminal of its own, to be driven with `Process.write` and `Process.expect`."""
+        return self.start(cmd, cwd=cwd, env=env, user=user, tty=True, rows=rows, cols=cols)
 
     def connect(self, port: int | str, *, user: str | None = None) -> Connection:
         """A raw stream to a TCP port on the sandbox's loopback (127.0.0.1, then ::1) or to the path of a Unix socket inside.

@@ -1,167 +1,215 @@
 """One shell kept open, for agents that work as a person does: change directory, set variables, go on.
 
-Each command is evaluated by the shell itself, with ``/dev/null`` as its input, and followed by a mark made of a nonce that the
-command cannot guess; the mark carries the exit code and ends both streams.
+The shell lives in the sandbox (Chronus), not in this client: a session outlives its client and is taken up again by its id. Each
+command is an operation of its own, with its own output, exit code and time-out; where it ends is told by the shell over a channel
+that its commands do not hold, so nothing that they print, read, close or redirect can be taken for an end.
 """
 
 from __future__ import annotations
 
 import asyncio
-import secrets
-import shlex
+import contextlib
 from collections.abc import Mapping
-from contextlib import aclosing
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Literal, Self
 
-from dsec.errors import SandboxError
-from dsec.model import Captured
+import msgspec
+
+from dsec.bus.messages import ExecReply, ExecRequest
+from dsec.errors import Conflict, DeadlineExceeded, DsecError, InvalidRequest, NotFound, SandboxError
+from dsec.model import ExecSpec, OpStatus
 from libdsec.process import Process
-from libdsec.results import ExecResult, Output
-from libdsec.spec import milliseconds, text
+from libdsec.results import ExecResult
+from libdsec.spec import exec_spec, milliseconds, text
 
 if TYPE_CHECKING:
     from libdsec.sandbox import Sandbox
 
-HEAD, TAIL = 64 * 1024, 256 * 1024  # bytes kept of each stream of each command
+SCRIPT_LIMIT = 256 * 1024  # bytes of one command
+RECORD = 1 << 20  # bytes of each stream that the sandbox keeps of a whole session
+SHELLS: dict[str, tuple[str, ...]] = {"bash": ("bash", "--norc", "--noprofile"), "sh": ("/bin/sh",)}
+# SIGINT gives up the running command, however deep it is in loops and functions, and not the shell. A trap cannot do that by
+# itself: in bash it leaves one loop or function and has every later command skipped (extdebug) until the line that ends the run;
+# in other shells the failure of a special builtin goes up to the `command eval` that the run is in.
+PRELUDE = r"""
+case ${BASH_VERSION:-} in
+?*) trap '__dsec_code=130
+    trap '\''[[ $BASH_COMMAND == *"trap - DEBUG"* ]] || { break 999; return 130; } 2>/dev/null'\'' DEBUG
+    shopt -s extdebug; set -T; { break 999; return 130; } 2>/dev/null' INT ;;
+*) trap '__dsec_code=130; . /dev/null/none 2>/dev/null; : "${__dsec_none:?interrupted}"' INT ;;
+esac
+"""
 
 
-class Kept:
-    """The beginning and the end of a stream, bounded while it runs."""
+class Recorded(msgspec.Struct, frozen=True):
+    """What is kept of a session's output from an offset on. ``gap`` bytes before ``data`` are not kept any more."""
 
-    def __init__(self, head: int = HEAD, tail: int = TAIL) -> None:
-        self._head, self._tail = bytearray(), bytearray()
-        self._limits = head, tail
-        self._total = 0
+    data: bytes
+    next: int  # the offset to ask from the next time
+    gap: int = 0
 
-    def add(self, data: bytes) -> None:
-        self._total += len(data)
-        room = self._limits[0] - len(self._head)
-        if room > 0:
-            self._head += data[:room]
-            data = data[room:]
-        self._tail += data
-        if len(self._tail) > 2 * self._limits[1]:
-            del self._tail[: -self._limits[1]]
-
-    def output(self) -> Output:
-        return Output.of(Captured(head=bytes(self._head), tail=bytes(self._tail[-self._limits[1] :]), total=self._total))
-
-
-class Scanner:
-    """Splits a stream at its mark. Pure: feed bytes, get what belongs to the command and, at the end, what follows the mark."""
-
-    def __init__(self, nonce: str) -> None:
-        self._mark = f"\n{nonce} ".encode()
-        self._held = b""
-
-    def feed(self, data: bytes) -> tuple[bytes, int | None]:
-        """(output, exit code); the code is None until the whole mark ``\\n<nonce> <code>\\n`` has come."""
-        data = self._held + data
-        at = data.find(self._mark)
-        if at >= 0:
-            end = data.find(b"\n", at + len(self._mark))
-            if end < 0:
-                self._held = data[at:]
-                return data[:at], None
-            self._held = b""
-            return data[:at], int(data[at + len(self._mark) : end])
-        keep = 0
-        for length in range(min(len(self._mark) - 1, len(data)), 0, -1):  # a mark may have begun at the end
-            if self._mark.startswith(data[-length:]):
-                keep = length
-                break
-        self._held = data[len(data) - keep :]
-        return data[: len(data) - keep], None
-
-    def rest(self) -> bytes:
-        held, self._held = self._held, b""
-        return held
+    @property
+    def text(self) -> str:
+        return self.data.decode("utf-8", "replace")
 
 
 class Session:
-    """Made by `Sandbox.session`; an async context manager. One command at a time; `run` waits for its turn."""
+    """Made by `Sandbox.session` and `Sandbox.attach_session`; an async context manager. One command at a time; `run` waits for its turn.
 
-    def __init__(self, sandbox: Sandbox, *, cwd: str | None, env: Mapping[str, str] | None, user: str | None) -> None:
-        self._process: Process = sandbox.start(["/bin/sh"], cwd=cwd, env=env, user=user, stdin=True)
+    ``id`` takes the session up again, from any client. A session that `Sandbox.session` opened ends with its block unless it was
+    detached; one that was attached to goes on.
+    """
+
+    def __init__(self, sandbox: Sandbox, op: str, specs: tuple[ExecSpec, ...]) -> None:
+        self.id = op
         self._sandbox = sandbox
+        self._specs = specs
         self._turn = asyncio.Lock()
+        self._keep = not specs
+        self._current = ""
         self._over = ""
 
     async def __aenter__(self) -> Self:
-        await self._process.__aenter__()
+        if not self._specs:
+            if (await self.status()).kind != "session":
+                raise InvalidRequest("this operation is no session", field="session", value=self.id, sandbox=self._sandbox.id)
+            return self
+        try:
+            for spec in self._specs:
+                try:
+                    request = ExecRequest(op=self.id, spec=spec, wait_ms=0)
+                    await self._sandbox._request("exec", request, ExecReply, timeout=30.0, each=5.0)
+                    break
+                except NotFound as error:
+                    if error.field != "argv" or spec is self._specs[-1]:
+                        raise
+            await self.run(PRELUDE, timeout=20)
+        except BaseException:
+            await self._sandbox._kill_quietly(self.id)
+            raise
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if not self._keep:
+            await self.close()
+
+    async def close(self) -> None:
+        """End the shell and everything that it started."""
         self._over = self._over or "it was closed"
-        await self._process.__aexit__(kind, error, trace)
+        if self._sandbox._gone is None:
+            await self._sandbox._kill_quietly(self.id)
+            with contextlib.suppress(DsecError, TimeoutError):
+                async with asyncio.timeout(5):
+                    await self._sandbox._run(self.id, None)
+
+    def detach(self) -> Session:
+        """Let it live on after the block; `Sandbox.attach_session` with `id` takes it up again."""
+        self._keep = True
+        return self
 
     async def run(self, cmd: str, *, timeout: float | None = None, check: bool = False) -> ExecResult:
-        """Run a shell command in the session; its directory, variables and functions stay for the next.
+        """Run a shell command in the session; its directory, variables, functions and background jobs stay for the next.
 
-        After ``timeout`` seconds (None: no limit), or when it is cancelled, the session is killed with everything that it
-        started, since the state of an interrupted shell is not known; the result then says ``timed_out``. A command that ends
-        the shell (``exit``) gives its exit code and ends the session. Later runs raise `SandboxError`.
+        It reads from ``/dev/null``. After ``timeout`` seconds (None: the sandbox's default for an exec, 0: no limit) it is
+        interrupted and what it started is killed; the result says ``timed_out``, and the session goes on. Only a shell that is
+        busy itself and cannot be interrupted (it ignores SIGINT) ends with it. Cancelling does the same.
+
+        ``set -e`` holds for the command that sets it. A command that ends the shell (``exit``, ``exec``) gives its exit code and
+        ends the session; later runs raise `SandboxError`. Raises `Busy` while another client runs a command in this session.
         """
-        script = text(cmd, "cmd", limit=512 * 1024, empty=True)
-        limit = None if timeout is None else milliseconds(timeout, "timeout") / 1000
         async with self._turn:
-            if self._over:
-                fix = "open another with sandbox.session()"
-                raise SandboxError(f"this session has ended: {self._over}", sandbox=self._sandbox.id, fix=fix)
-            nonce = secrets.token_hex(16)
-            # `command eval`: a syntax error is the command's exit code and does not end the shell.
-            mark = f"printf '\\n%s %d\\n' {nonce} $__dsec"
-            line = f"command eval {shlex.quote(script)} </dev/null\n__dsec=$?; {mark} >&2; {mark}\n"
-            result = await self._collect(line, nonce, limit)
-        return result.check(script) if check else result
+            op, spec = self._run_spec(cmd, timeout)
+            self._current = op
+            try:
+                status = await self._sandbox._run(op, spec)
+            except asyncio.CancelledError:
+                await self._sandbox._kill_quietly(op)
+                raise
+            except (Conflict, NotFound) as error:
+                raise await self._ended(error) from error
+            finally:
+                self._current = ""
+        result = ExecResult.of(status)
+        return result.check(cmd) if check else result
 
-    async def _collect(self, line: str, nonce: str, limit: float | None) -> ExecResult:
-        loop = asyncio.get_running_loop()
-        began = loop.time()
-        kept = {"stdout": Kept(), "stderr": Kept()}
-        scanners = {"stdout": Scanner(nonce), "stderr": Scanner(nonce)}
-        codes: dict[str, int] = {}
-        timed_out = False
+    def start(self, cmd: str, *, timeout: float | None = 0) -> Process:
+        """As `run`, with its output followed while it runs: ``async with shell.start(cmd) as process``."""
+        op, spec = self._run_spec(cmd, timeout)
+        return Process(self._sandbox, op, msgspec.structs.replace(spec, background=True, stream=True))
+
+    async def interrupt(self) -> None:
+        """SIGINT to the foreground, as Ctrl+C: the running command ends (130, unless it handles the signal), the session stays."""
+        op = self._current or next((op.op for op in await self._sandbox.ops() if op.kind == "run" and op.running), "")
+        if op:
+            await self._sandbox._signal(op, 2, False)
+
+    async def output(self, offset: int = 0, stream: Literal["stdout", "stderr"] = "stdout", limit: int = RECORD) -> Recorded:
+        """What all commands and background jobs of the session wrote, from an absolute offset, as far as it is kept.
+
+        Of each stream the first 64 KiB and the last MiB are kept. ``next`` of the answer is where to go on.
+        """
+        status = await self.status()
+        wanted = 0 if stream == "stdout" else 1
+        end = (status.stdout.total, status.stderr.total)[wanted]
+        offsets = (offset, status.stderr.total) if wanted == 0 else (status.stdout.total, offset)
+        if offset > end:
+            raise InvalidRequest("is beyond what was written so far", field="offset", value=offset, fix=f"use at most {end}")
+        parts: list[bytes] = []
+        first, at = -1, offset
+        if offset < end:
+            async with Process(self._sandbox, self.id, None, offsets=offsets, view=True).detach() as process:
+                async for event in process:
+                    if event.stream != stream:
+                        continue
+                    if first < 0:
+                        first = event.offset
+                    elif event.gap:
+                        break  # the beginning is kept, what follows is not: the next call begins behind it
+                    parts.append(event.data)
+                    at = event.offset + len(event.data)
+                    if at >= end or at - first >= limit:
+                        break
+        return Recorded(b"".join(parts)[:limit], min(at, first + limit) if first >= 0 else end, max(0, first - offset))
+
+    async def status(self) -> OpStatus:
+        """Where the shell stands, without output. Raises `NotFound` for one that the sandbox does not know (any more)."""
+        for op in await self._sandbox.ops():
+            if op.op == self.id:
+                return op
+        raise NotFound("no such session", field="session", value=self.id, sandbox=self._sandbox.id, fix="see sandbox.sessions()")
+
+    def _run_spec(self, cmd: str, timeout: float | None) -> tuple[str, ExecSpec]:
+        from libdsec.sandbox import new_op
+
+        if self._over:
+            fix = "open another with sandbox.session()"
+            raise SandboxError(f"this session has ended: {self._over}", sandbox=self._sandbox.id, fix=fix)
+        script = text(cmd, "cmd", limit=SCRIPT_LIMIT, empty=True)
+        limit = None if timeout is None else milliseconds(timeout, "timeout")
+        return new_op(), ExecSpec(argv=(script or ":",), run_in=self.id, timeout_ms=limit)
+
+    async def _ended(self, error: DsecError) -> DsecError:
+        """What to raise when the shell is not there any more: how it ended."""
+        if error.field != "session":
+            return error
+        how = "the sandbox does not know it"
         try:
-            async with asyncio.timeout(limit):
-                await self._process.write(line)
-                async with aclosing(aiter(self._process)) as events:
-                    async for event in events:
-                        data, code = scanners[event.stream].feed(event.data)
-                        if event.stream not in codes:
-                            kept[event.stream].add(data)
-                        if code is not None:
-                            codes[event.stream] = code
-                            if len(codes) == 2:
-                                break
-        except TimeoutError:
-            timed_out = True
-            self._over = f"a command ran longer than {limit} s"
-            await self._process.kill()
-        except BaseException:
-            self._over = self._over or "a command was interrupted"
-            await self._sandbox._kill_quietly(self._process.op)
-            raise
-        result = ExecResult(
-            exit_code=codes.get("stdout", codes.get("stderr", -1)),
-            stdout=Output(),
-            stderr=Output(),
-            duration=0.0,
-        )
-        if len(codes) < 2:
-            for stream, scanner in scanners.items():
-                kept[stream].add(scanner.rest())
-            if not timed_out:
-                result = await self._process.wait(5.0)
-                self._over = f"the shell exited with {result.exit_code}"
-        return ExecResult(
-            exit_code=137 if timed_out else result.exit_code,
-            stdout=kept["stdout"].output(),
-            stderr=kept["stderr"].output(),
-            duration=loop.time() - began,
-            signal=9 if timed_out else result.signal,
-            timed_out=timed_out,
-            oom_killed=result.oom_killed,
-            op=self._process.op,
-        )
+            status = await self.status()
+            how = f"the shell was killed by signal {status.signal}" if status.signal else f"the shell exited with {status.exit_code}"
+        except (NotFound, DeadlineExceeded):
+            pass
+        self._over = self._over or how
+        fix = "open another with sandbox.session()"
+        return SandboxError(f"this session has ended: {how}", sandbox=self._sandbox.id, fix=fix)
+
+
+def shell_specs(shell: str | None, *, cwd: str | None, env: Mapping[str, str] | None, user: str | None) -> tuple[ExecSpec, ...]:
+    """What to start for a session, in order of preference. Raises `InvalidRequest` for a shell that is none."""
+    names = (shell,) if shell else ("bash", "sh")
+    made = []
+    for name in names:
+        argv = SHELLS["bash"] if name.rpartition("/")[2] == "bash" else SHELLS.get(name, (name,))
+        argv = (name, *argv[1:]) if name.startswith("/") else argv
+        spec = exec_spec(list(argv), cwd=cwd, env=env, user=user, timeout=0, background=True)
+        made.append(msgspec.structs.replace(spec, session=True, tail=RECORD))
+    return tuple(made)

@@ -25,11 +25,13 @@ SILENT = 10.0
 LAST_WAIT = 10.0
 SMALL = 64 * 1024  # bytes of a message that is worth waiting for more
 GATHER = 0.002  # seconds between messages smaller than that, while output flows; the first one never waits
+RETIRE = 1.0
+TERMINAL = 6.0  # seconds of silence after which a terminal's reader no longer decides its size
 REPLY_BYTES = 900_000  # a reply stays below the server's max_payload
 
 
 class Pump:
-    """One reader on one operation. The newest reader holds the stream: the Edge closes the older pump before it starts another."""
+    """One reader on one operation. The newest that does not only view holds the streams: the command waits for it and for no other."""
 
     def __init__(self, bulk: Bus, subject: str, link: GuestLink, request: OutputRequest) -> None:
         self.reader = request.reader
@@ -41,7 +43,10 @@ class Pump:
         self._credit = request.credit
         self._wake = asyncio.Event()
         self._heard = asyncio.get_running_loop().time()
-        self._closed = False
+        self._closed = self._muted = False
+        self._view = request.view
+        self.size = (request.rows, request.cols)  # of its terminal; 0 by 0: it has none
+        self.sized = 0  # of the readers with a size the one with the highest number decides
         self._patience = max(1.0, request.patience_ms / 1000)
         self._copying: asyncio.Task[bool] | None = None
         self._silence: asyncio.TimerHandle | None = None
@@ -57,6 +62,19 @@ class Pump:
         self._wake.set()
         if self._copying is not None:
             self._copying.cancel()  # it may wait for output that does not come
+
+    def decides(self, rows: int, cols: int, number: int) -> None:
+        """Its terminal's size counts: then its silence is noticed soon."""
+        self.size, self.sized = (rows, cols), number
+        self._patience = min(self._patience, TERMINAL)
+        if self._silence is not None:
+            self._silence.cancel()
+            self._listen()
+
+    def retire(self) -> None:
+        """Another reader of the same client takes its place. It is let go a moment later, so that the streams are held meanwhile."""
+        self._muted = True
+        asyncio.get_running_loop().call_later(RETIRE, self.close)
 
     def _listen(self) -> None:
         loop = asyncio.get_running_loop()
@@ -101,7 +119,7 @@ class Pump:
         sent = 0
         loop = asyncio.get_running_loop()
         last = 0.0
-        stream = self._link.output(self.op, self._from)
+        stream = self._link.output(self.op, self._from, self._view)
         try:
             async for chunk in stream:
                 view = memoryview(chunk.data)
@@ -138,7 +156,52 @@ class Pump:
         return not self._closed
 
     async def _send(self, chunk: OutputChunk) -> None:
-        await self._bulk.publish(self._subject, chunk)
+        if not self._muted:
+            await self._bulk.publish(self._subject, chunk)
+
+
+Key = tuple[str, str]  # (ulid, op)
+
+
+class Readers:
+    """Who reads which operation, and whose terminal's size counts: that of the live reader that set one last."""
+
+    def __init__(self) -> None:
+        self._pumps: dict[Key, dict[str, Pump]] = {}
+        self._sized = 0
+
+    def add(self, key: Key, pump: Pump, replaces: str) -> bool:
+        """True when its terminal's size is to be set now."""
+        pumps = self._pumps.setdefault(key, {})
+        former = pumps.pop(replaces, None)
+        pumps[pump.reader] = pump
+        if former is not None:
+            former.retire()
+            if former.sized:
+                pump.decides(*(pump.size if any(pump.size) else former.size), former.sized)
+            return False
+        return self.resized(key, pump.reader, *pump.size) if any(pump.size) else False
+
+    def resized(self, key: Key, reader: str, rows: int, cols: int) -> bool:
+        pump = self.get(key, reader)
+        if pump is not None:
+            self._sized += 1
+            pump.decides(rows, cols, self._sized)
+        return True
+
+    def remove(self, key: Key, pump: Pump) -> tuple[int, int] | None:
+        """The size that counts from now on, when it was this reader's that did and others are there."""
+        pumps = self._pumps.get(key, {})
+        if pumps.get(pump.reader) is not pump:
+            return None
+        del pumps[pump.reader]
+        if not pumps:
+            self._pumps.pop(key, None)
+        last = max(pumps.values(), key=lambda other: other.sized, default=None)
+        return last.size if last is not None and 0 < last.sized < pump.sized else None
+
+    def get(self, key: Key, reader: str) -> Pump | None:
+        return self._pumps.get(key, {}).get(reader)
 
 
 def bounded(status: OpStatus) -> OpStatus:

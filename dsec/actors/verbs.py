@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from dsec.actors.edge import Edge
-from dsec.actors.pump import Pump, bounded
+from dsec.actors.pump import Pump, Readers, bounded
 from dsec.actors.sandbox import Sandbox, ended
 from dsec.backends.base import PackOrder
 from dsec.bus import subjects
@@ -58,7 +58,7 @@ class Verbs:
 
     def __init__(self, edge: Edge) -> None:
         self.edge = edge
-        self._pumps: dict[tuple[str, str], Pump] = {}  # (ulid, op) -> who holds the stream
+        self._readers = Readers()
 
     async def serve(self) -> None:
         edge, unit = self.edge, self.edge.bus.unit
@@ -171,8 +171,10 @@ class Verbs:
         return Empty()
 
     async def resize(self, context: Context, request: ResizeRequest) -> Empty:
+        _, _, sid = subjects.sandbox_parse(context.subject)
         async with self._live(context).awake(context.deadline) as instance:
             await instance.link.resize(request.op, request.rows, request.cols)
+        self._readers.resized((sid.ulid, request.op), request.reader, request.rows, request.cols)
         return Empty()
 
     async def ops(self, context: Context, _request: Empty) -> OpsReply:
@@ -184,15 +186,12 @@ class Verbs:
             return await instance.link.files(request)
 
     async def output(self, context: Context, request: OutputRequest) -> Empty:
-        """Begin to publish; the newest reader takes the stream over."""
+        """Begin to publish to one more reader."""
         sandbox = self._live(context)
         caller = context.caller
         assert caller is not None
         _, _, sid = subjects.sandbox_parse(context.subject)
         key = (sid.ulid, request.op)
-        older = self._pumps.get(key)
-        if older is not None:
-            older.close()
         started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.edge.spawn(self._pump(sandbox, key, subjects.output(self.edge.bus.unit, sid, request.op, caller.project), request, started))
         await started
@@ -205,10 +204,17 @@ class Verbs:
         try:
             async with sandbox.awake() as instance:
                 await instance.link.wait(request.op, 0)  # an unknown operation is told to the caller, not to the stream
-                pump = self._pumps[key] = Pump(self.edge.bulk, subject, instance.link, request)
+                pump = Pump(self.edge.bulk, subject, instance.link, request)
+                if self._readers.add(key, pump, request.replaces):
+                    await instance.link.resize(request.op, *pump.size)
                 if not started.done():
                     started.set_result(None)
-                await pump.run()
+                try:
+                    await pump.run()
+                finally:
+                    if (size := self._readers.remove(key, pump)) is not None:
+                        with contextlib.suppress(DsecError):  # it may have ended as well
+                            await instance.link.resize(request.op, *size)
         except Exception as error:
             if not started.done():
                 started.set_exception(error)
@@ -216,13 +222,13 @@ class Verbs:
                 raise
         finally:
             started.cancel()
-            if pump is not None and self._pumps.get(key) is pump:
-                del self._pumps[key]
+            if pump is not None:
+                self._readers.remove(key, pump)
 
     def credit(self, context: Context, request: CreditRequest) -> Empty:
         _, _, sid = subjects.sandbox_parse(context.subject)
-        pump = self._pumps.get((sid.ulid, request.op))
-        if pump is not None and pump.reader == request.reader:
+        pump = self._readers.get((sid.ulid, request.op), request.reader)
+        if pump is not None:
             if request.close:
                 pump.close()
             else:

@@ -126,9 +126,10 @@ class GuestLink(Protocol):
         """Until the operation ends (its status with captured output), or ``timeout`` passes (its status, running)."""
         ...
 
-    def output(self, op: str, offsets: tuple[int, int] = (0, 0)) -> AsyncIterator[Chunk]:
+    def output(self, op: str, offsets: tuple[int, int] = (0, 0), view: bool = False) -> AsyncIterator[Chunk]:
         """Both streams from absolute offsets (stdout, stderr) until both end. While this iterator is held and is not read, the
-        command blocks on its pipe (credit); once it is closed, output beyond the ring is dropped again."""
+        command blocks on its pipe (credit); once it is closed, output beyond the ring is dropped again. With ``view``, or once a newer
+        reader has come, it only looks on: the command does not wait for it, and it may see jumps."""
         ...
 
     async def input(self, op: str, offset: int, data: bytes, eof: bool = False) -> int:

@@ -13,8 +13,10 @@ import shlex
 import time
 from collections.abc import AsyncIterator
 
+import msgspec
+
 from dsec.backends.base import Chunk, LaunchPlan
-from dsec.errors import Conflict, InvalidRequest, NotFound, SandboxError, SandboxGone
+from dsec.errors import Busy, Conflict, InvalidRequest, NotFound, SandboxError, SandboxGone
 from dsec.model import Captured, ExecSpec, Exit, FileReply, FileRequest, OpStatus, Stat, Usage
 
 RING = 256 * 1024
@@ -73,6 +75,7 @@ class _Op:
         self.code: int | None = None
         self.signal: int | None = None
         self.timed_out = False
+        self.left = False  # by `exit` or a signal of its own
         self.done = asyncio.Event()
         self.task: asyncio.Task[None] | None = None
 
@@ -95,6 +98,7 @@ class _Op:
             stdout=streams[0],
             stderr=streams[1],
             pid=2,
+            kind="session" if self.spec.session else "run" if self.spec.run_in else "terminal" if self.spec.tty else "",
         )
 
     async def notify(self) -> None:
@@ -156,12 +160,18 @@ class FakeGuest:
         return Usage(memory=sum(map(len, self.files.values())), pids=1 + running, disk=sum(map(len, self.files.values())))
 
     async def run(self, op: _Op, argv: tuple[str, ...]) -> None:
+        if op.spec.session:
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.Event().wait()
+            op.signal = op.signal or (9 if op.code is None else None)
+            return
         timeout = op.spec.timeout_ms / 1000 if op.spec.timeout_ms else None
         try:
             async with asyncio.timeout(timeout):
                 shell = len(argv) == 3 and posixpath.basename(argv[0]) in ("sh", "bash") and argv[1] == "-c"
                 op.code = await (self.shell(op, argv[2]) if shell else self.command(op, list(argv), op.streams[0]))
         except _Exit as end:
+            op.left = True
             op.code = end.code if end.code >= 0 else None
             op.signal = -end.code if end.code < 0 else None
         except TimeoutError:
@@ -172,6 +182,14 @@ class FakeGuest:
             op.ended = time.monotonic()
             op.done.set()
             await op.notify()
+
+    async def run_in(self, shell: _Op, op: _Op) -> None:
+        await self.run(op, ("sh", "-c", op.spec.argv[0]))
+        shell.streams[0].write(op.streams[0].captured().data())
+        shell.streams[1].write(op.streams[1].captured().data())
+        if op.left and shell.task is not None:
+            shell.code = op.code
+            shell.task.cancel()
 
     async def shell(self, op: _Op, text: str) -> int:
         lexer = shlex.shlex(text, posix=True, punctuation_chars=";&|>")
@@ -286,6 +304,8 @@ class FakeLink:
             return guest.ops[op].status(op, True)
         if not spec.argv or any("\0" in word for word in spec.argv):
             raise InvalidRequest("not a command", field="argv", value=spec.argv[:1])
+        if spec.run_in:
+            return self._run_in(guest, op, spec)
         name = posixpath.basename(spec.argv[0])
         if name not in _BUILTINS and name not in ("sh", "bash"):
             raise NotFound("no such command", field="argv", value=spec.argv[0])
@@ -299,6 +319,20 @@ class FakeLink:
                 stream.readers[_EXPECTED] = 0  # nothing is dropped until its reader has come
         return state.status(op, True)
 
+    def _run_in(self, guest: FakeGuest, op: str, spec: ExecSpec) -> OpStatus:
+        """A run in a session: one at a time; it has the session's environment, and `exit` ends both."""
+        shell = guest.ops.get(spec.run_in)
+        if shell is None or not shell.spec.session:
+            raise NotFound("no such session", field="session", value=spec.run_in)
+        if shell.done.is_set():
+            raise Conflict("the session has ended", field="session", value=spec.run_in)
+        if any(other.spec.run_in == spec.run_in and not other.done.is_set() for other in guest.ops.values()):
+            raise Busy("another command runs in this session", field="session", value=spec.run_in)
+        state = guest.ops[op] = _Op(msgspec.structs.replace(spec, env=shell.spec.env, cwd=shell.spec.cwd))
+        state.task = asyncio.get_running_loop().create_task(guest.run_in(shell, state))
+        state.task.add_done_callback(state.over)
+        return state.status(op, True)
+
     async def wait(self, op: str, timeout: float) -> OpStatus:
         state = self._op(op)
         with contextlib.suppress(TimeoutError):
@@ -306,23 +340,27 @@ class FakeLink:
         self._alive()
         return state.status(op, True)
 
-    async def output(self, op: str, offsets: tuple[int, int] = (0, 0)) -> AsyncIterator[Chunk]:
+    async def output(self, op: str, offsets: tuple[int, int] = (0, 0), view: bool = False) -> AsyncIterator[Chunk]:
         state = self._op(op)
         key = object()
         at = list(offsets)
         for number, stream in enumerate(state.streams):
+            if view:
+                continue
             stream.readers[key] = at[number]
             stream.readers.pop(_EXPECTED, None)
         try:
             while True:
                 sent = False
                 for number, stream in enumerate(state.streams):
-                    stream.readers[key] = at[number]
+                    if not view:
+                        stream.readers[key] = at[number]
                     start, data = stream.read(at[number])
                     if data:
                         sent = True
                         at[number] = start + len(data)
-                        stream.readers[key] = at[number]
+                        if not view:
+                            stream.readers[key] = at[number]
                         await state.notify()
                         yield Chunk(stream=number + 1, offset=start, data=data)
                 if not sent:

@@ -181,10 +181,14 @@ class ExecReply(Message, frozen=True, kw_only=True):
 class OutputRequest(Message, frozen=True, kw_only=True):
     """sb.output: publish both streams from these offsets to subjects.output(...) until they end or credit runs out.
 
-    ``reader`` tells readers apart: the newest holds the stream."""
+    ``reader`` tells readers apart: the newest holds the stream, those before it and those with ``view`` look on."""
 
     op: str
     reader: str
+    replaces: str = ""  # this client's reader before: it is let go without an end
+    view: bool = False  # only look on: the command does not wait for this reader
+    rows: int = 0  # the size that this reader's terminal has; 0 = it has none
+    cols: int = 0
     stdout: int = 0
     stderr: int = 0
     credit: int = 4 * 1024 * 1024  # absolute: bytes of both streams together that may be sent since the request
@@ -234,6 +238,7 @@ class ResizeRequest(Message, frozen=True, kw_only=True):
     op: str
     rows: int
     cols: int
+    reader: str = ""  # whose size it is: it decides as long as that reader is there
 
 
 class PackRequest(Message, frozen=True, kw_only=True):

@@ -19,7 +19,7 @@ import libdsec
 from dsec.actors.up import Cluster
 from dsec.layers.importer import import_dir
 from dsec.layers.store import LayerStore
-from libdsec import Client, InvalidRequest, NotFound, Sandbox, SandboxError
+from libdsec import Client, DeadlineExceeded, InvalidRequest, NotFound, Sandbox, SandboxError
 from tests.fixtures_backend import build_small_base
 
 pytestmark = [pytest.mark.needs("root", "cgroup", "oci", "guest"), pytest.mark.asyncio(loop_scope="module")]
@@ -71,10 +71,93 @@ async def test_session_keeps_its_shell(sandbox: Sandbox) -> None:
         with pytest.raises(SandboxError, match="exited with 7"):
             await shell.run("true")
     async with sandbox.session() as shell:
-        result = await shell.run("sleep 60", timeout=0.3)
-        assert result.timed_out
-        with pytest.raises(SandboxError, match="longer"):
-            await shell.run("true")
+        await shell.run("cd /tmp")
+        result = await shell.run("sleep 60; echo late", timeout=0.3)
+        assert (result.timed_out, result.stdout) == (True, b"")
+        running = asyncio.ensure_future(shell.run("while :; do sleep 5; done"))
+        await asyncio.sleep(0.2)
+        await shell.interrupt()
+        assert (await asyncio.wait_for(running, 5)).exit_code == 130
+        running = asyncio.ensure_future(shell.run("sleep 63"))
+        await asyncio.sleep(0.2)
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        async with shell.start("echo a; sleep 0.1; pwd") as process:
+            assert [line async for line in process.lines()] == ["a", "/tmp"]
+        assert (await sandbox.exec("ps ax | grep -c '[s]leep 63'")).stdout == b"0\n"
+
+
+async def test_a_session_survives_its_client(client: Client, cluster: Cluster, sandbox: Sandbox) -> None:
+    """A detached session is found again by another client with its state, its background jobs and its recorded output."""
+    async with sandbox.session(cwd="/tmp", env={"A": "1"}) as shell:
+        await shell.run("export B=2; (sleep 0.3; echo late) & echo early")
+        shell.detach()
+    async with libdsec.connect(cluster.url) as other:
+        again = await other.attach(sandbox.id)
+        assert [op.op for op in await again.sessions()] == [shell.id]
+        async with again.attach_session(shell.id) as found:
+            assert (await found.run("echo $A$B; pwd")).stdout == b"12\n/tmp\n"
+            await asyncio.sleep(0.4)
+            record = await found.output()
+            assert (record.data, record.gap) == (b"early\n12\n/tmp\nlate\n", 0)
+            assert (await found.output(record.next)).data == b""
+            assert (await found.output(6)).text == "12\n/tmp\nlate\n"
+            await found.run("echo more")
+            assert (await found.output(record.next)).data == b"more\n"
+            await found.close()
+        assert await again.sessions() == []
+        with pytest.raises(NotFound):
+            async with again.attach_session("0" * 32):
+                pass
+
+
+async def test_a_terminal_is_driven_by_expecting(sandbox: Sandbox) -> None:
+    """Patterns are waited for across pieces; what follows a match stays; a pattern that does not come is an error with what came."""
+    async with sandbox.terminal("read -p 'name? ' n; stty -echo; echo; read -p 'pass? ' p; echo; echo $n-$p; sleep 9") as process:
+        await process.expect("name[?] ")
+        await process.write("me\n")
+        await process.expect("pass[?] ")
+        await process.write("secret\n")
+        assert (await process.expect(rb"(\w+)-(\w+)"))[2] == b"secret"
+        with pytest.raises(DeadlineExceeded, match="never"):
+            await process.expect("never", timeout=0.2)
+        await process.write("\x03")
+        with pytest.raises(SandboxError, match="ended before"):
+            await process.expect("never", timeout=5)
+
+
+async def test_c55_the_last_live_viewer_decides_the_size(client: Client, cluster: Cluster, sandbox: Sandbox) -> None:
+    """Two look at a terminal: who resized last decides, and once it leaves or dies the other's size is back."""
+    async with sandbox.terminal("while :; do stty size; sleep 0.05; done", rows=10, cols=20) as process:
+        await process.expect("10 20")
+        async with libdsec.connect(cluster.url) as other:
+            async with (await other.attach(sandbox.id)).process(process.op) as viewer:
+                await viewer.resize(30, 40)
+                await process.expect("30 40")
+                viewer.detach()
+            await process.expect("10 20")
+        dead = libdsec.connect(cluster.url)
+        async with dead:
+            async with (await dead.attach(sandbox.id)).process(process.op) as viewer:
+                await viewer.resize(31, 41)
+                await process.expect("31 41")
+                assert viewer._keeper is not None
+                viewer._keeper.cancel()  # it says nothing any more, as if its machine were gone
+                await process.expect("10 20", timeout=15)
+                viewer.detach()
+
+
+async def test_several_look_at_one_terminal(client: Client, cluster: Cluster, sandbox: Sandbox) -> None:
+    """Each viewer reads from its own offset; one that does not read holds nobody back but itself."""
+    async with sandbox.start("echo first; read x; seq 1 100000; echo last; read x", tty=True) as writer:
+        await writer.expect("first")
+        async with sandbox.process(writer.op, view=True) as viewer, sandbox.process(writer.op, view=True) as idle:
+            await viewer.expect("first")
+            await writer.write("\n")
+            await writer.expect("last", timeout=20)
+            await viewer.expect("last", timeout=20)
+            for process in (viewer, idle):
+                process.detach()
 
 
 async def test_c20_terminal_size(sandbox: Sandbox) -> None:

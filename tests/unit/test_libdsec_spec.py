@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from typing import Any
 
@@ -16,8 +15,7 @@ from dsec.bus.messages import BurstNews, Failed, Placed, ReadyItem
 from dsec.errors import Busy, DeadlineExceeded, InvalidRequest, NodeError
 from dsec.model import Captured, OpStatus, SandboxId
 from libdsec.plan import Ledger, expand, slices
-from libdsec.results import ExecResult, Output
-from libdsec.session import Kept, Scanner
+from libdsec.results import ExecResult
 from libdsec.spec import argv, exec_spec, size, spec
 
 A, B = "0" * 26, "1" * 26
@@ -238,28 +236,3 @@ def test_every_sandbox_is_claimed_or_dropped_never_both(story: list[tuple[str, i
     heard = {SandboxId(edge, str(index) * 26) for kind, index, edge in story if kind != "failed"}
     assert heard <= claims | drops
     assert not set(ledger.ready) & set(ledger.errors)
-
-
-# ---------------------------------------------------------------------- sessions
-@given(st.binary(max_size=200), st.integers(0, 255), st.integers(1, 7))
-def test_the_mark_is_found_however_the_stream_is_cut(output: bytes, code: int, step: int) -> None:
-    """Output before the mark is unchanged and the exit code is read, whatever the pieces."""
-    scanner = Scanner("cafe" * 8)
-    stream = output + b"\n" + b"cafe" * 8 + f" {code}\n".encode()
-    got, found = b"", None
-    for piece in (
-        itertools.batched(stream, step) if hasattr(itertools, "batched") else (stream[n : n + step] for n in range(0, len(stream), step))
-    ):
-        data, value = scanner.feed(bytes(piece))
-        got += data
-        found = value if value is not None else found
-    assert (got, found) == (output, code)
-
-
-def test_kept_output_is_bounded() -> None:
-    """The beginning and the end of a long stream are kept, and it says how much is not."""
-    kept = Kept(10, 20)
-    for n in range(1000):
-        kept.add(f"{n:04d}".encode())
-    output: Output = kept.output()
-    assert (output[:10], output[-4:], len(output), output.gap) == (b"0000000100", b"0999", 30, 3970)

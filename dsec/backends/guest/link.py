@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import shlex
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable
@@ -211,13 +212,19 @@ class Link:
             | (wire.Start.BACKGROUND if spec.background else wire.Start.NOTIFY)
             | (wire.Start.STREAM if spec.stream else 0)
             | (wire.Start.SERVICE if spec.service else 0)
+            | (wire.Start.SESSION if spec.session else 0)
+            | (wire.Start.RUN if spec.run_in else 0)
         )
+        argv, cwd = spec.argv, spec.cwd
+        if spec.run_in:
+            # `command eval`: an error of syntax or of a special builtin is the command's exit code and does not end the shell.
+            argv, cwd = (f"command eval {shlex.quote(spec.argv[0])} </dev/null\n",), spec.run_in
         with _OwnFrames(self.sandbox_id):
             body = wire.start(
                 op,
-                spec.argv,
+                argv,
                 env=spec.env,
-                cwd=spec.cwd,
+                cwd=cwd,
                 user=spec.user,
                 timeout_ms=spec.timeout_ms or 0,
                 flags=flags,
@@ -226,7 +233,7 @@ class Link:
                 rows=spec.rows,
                 cols=spec.cols,
             )
-        values = {"argv": spec.argv[0] if spec.argv else "", "user": spec.user, "cwd": spec.cwd}
+        values = {"argv": spec.argv[0] if spec.argv else "", "user": spec.user, "cwd": spec.cwd, "session": spec.run_in}
         loop = asyncio.get_running_loop()
         for attempt in range(3):
             channel = await self._open()
@@ -297,7 +304,7 @@ class Link:
             self._oom_ops.append(status.op)
         return msgspec.structs.replace(status, oom_killed=True)
 
-    async def output(self, op: str, offsets: tuple[int, int] = (0, 0)) -> AsyncIterator[Chunk]:
+    async def output(self, op: str, offsets: tuple[int, int] = (0, 0), view: bool = False) -> AsyncIterator[Chunk]:
         with _OwnFrames(self.sandbox_id):
             wire.op_bytes(op)
         at = list(offsets)
@@ -307,7 +314,7 @@ class Link:
             channel = await self._open()
             reader = _Reader()
             granted = [at[0] + WINDOW, at[1] + WINDOW]
-            request = channel.send(wire.Type.OUTPUT, wire.output(op, (at[0], at[1]), (granted[0], granted[1])), reader.feed)
+            request = channel.send(wire.Type.OUTPUT, wire.output(op, (at[0], at[1]), (granted[0], granted[1]), view), reader.feed)
             try:
                 while True:
                     if reader.chunks and len(reader.chunks[0].data) < MERGED // 4:
@@ -567,6 +574,7 @@ def _op_status(status: wire.Status, parts: tuple[bytes, bytes, bytes, bytes] = (
         stdout=Captured(head=parts[0], tail=parts[1], total=status.totals[0]),
         stderr=Captured(head=parts[2], tail=parts[3], total=status.totals[1]),
         pid=status.pid,
+        kind=status.kind,
     )
 
 

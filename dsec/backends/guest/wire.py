@@ -11,13 +11,14 @@ A connection is a Unix stream (container) or a virtio channel (VM). All integers
 |---|---|---|
 | HELLO | -> | u16 proto, u16 proto_min, u32 features, u64 edge generation |
 | HELLO | <- | the same, with the highest generation seen, then u32 its pid inside |
-| START | -> | op, u32 flags, u32 timeout_ms (0 none), u32 head, u32 tail, u16 rows, u16 cols, text user, text cwd, u32 argc, u32 envc,
-argc + envc texts |
+| START | -> | op, u32 flags (`Start`), u32 timeout_ms (0 none), u32 head, u32 tail, u16 rows, u16 cols, text user, text cwd, u32 argc,
+u32 envc, argc + envc texts |
 | STATUS | <- | status. Answers START once exec is known to have worked |
 | WAIT | -> | op. Answered at the operation's end by CAPTURE... DONE; START with NOTIFY is a START and a WAIT |
 | CAPTURE | <- | u8 stream (1, 2), u8 part (0 head, 1 tail), data: pieces of large captured output, in order |
 | DONE | <- | status, u32 lengths of stdout head, stdout tail, stderr head, stderr tail, then these bytes (empty after CAPTURE) |
-| OUTPUT | -> | op, u64 offset x 2, u64 credit x 2: follow both streams from absolute offsets. One reader an operation: the newest |
+| OUTPUT | -> | op, u64 offset x 2, u64 credit x 2, u8 view (may be left out): follow both streams from absolute offsets. The newest
+reader holds the streams (the command waits for it); the others and those with ``view`` look on and may see jumps; eight at most |
 | CREDIT | -> | u64 x 2: absolute offsets up to which the reader takes bytes; request is the OUTPUT's |
 | CHUNK | <- | u8 stream, 7 zero, u64 offset, data <= 128 KiB; request is the OUTPUT's. A jump in offsets is dropped output |
 | END | <- | u64 x 2: total bytes of both streams; the OUTPUT is over |
@@ -36,9 +37,12 @@ text user, data |
 | ERROR | <- | u16 code, u32 errno (0 none), text field, text message |
 | STOP | -> | empty: kill everything in the pid namespace and exit |
 
-*status*: op, u8 ended, u8 flags (1 timed out, 2 OOM, 4 ended by a signal), u16 0, i32 exit code or signal (-1 while running),
-u32 pid, u64 microseconds, u64 stdout total, u64 stderr total. *stat*: u8 kind, u32 mode, u32 uid, u32 gid, u64 size,
-i64 mtime in ns, text name, text target.
+*status*: op, u8 ended, u8 flags (1 timed out, 2 OOM, 4 ended by a signal, 8 session, 16 terminal, 32 run), u16 0,
+i32 exit code or signal (-1 while running), u32 pid, u64 microseconds, u64 stdout total, u64 stderr total.
+*stat*: u8 kind, u32 mode, u32 uid, u32 gid, u64 size, i64 mtime in ns, text name, text target.
+
+A START with *session* makes a shell whose stdin is Aether's; one with *run* gives that shell a command: its cwd names the session's op
+in hex, its first argument is the line for the shell, and its output and end are the command's own (src/session.c).
 
 HELLO is the first frame of a connection; the highest generation wins and connections of lower ones are closed. Changes of the
 protocol raise PROTO; a node speaks N and N-1, since the agent in a running sandbox cannot be replaced.
@@ -124,6 +128,8 @@ class Start(enum.IntFlag):
     STREAM = 8
     NOTIFY = 16
     SERVICE = 32
+    SESSION = 64
+    RUN = 128
 
 
 VERBS = {
@@ -152,6 +158,7 @@ class Status(NamedTuple):
     pid: int
     micros: int
     totals: tuple[int, int]
+    kind: str = ""  # session, terminal, run
 
 
 class Done(NamedTuple):
@@ -262,8 +269,8 @@ def start(
     return body
 
 
-def output(op: str, offsets: tuple[int, int], credit: tuple[int, int]) -> bytes:
-    return _OUTPUT.pack(op_bytes(op), *offsets, *credit)
+def output(op: str, offsets: tuple[int, int], credit: tuple[int, int], view: bool = False) -> bytes:
+    return _OUTPUT.pack(op_bytes(op), *offsets, *credit) + (b"\1" if view else b"")
 
 
 def input_(op: str, offset: int, data: bytes, eof: bool) -> bytes:
@@ -334,7 +341,8 @@ def _text(body: bytes, at: int) -> tuple[str, int]:
 
 def status(body: bytes, at: int = 0) -> Status:
     op, ended, flags, _, code, pid, micros, out, err = STATUS.unpack_from(body, at)
-    return Status(op.hex(), bool(ended), bool(flags & 1), bool(flags & 2), bool(flags & 4), code, pid, micros, (out, err))
+    kind = "session" if flags & 8 else "run" if flags & 32 else "terminal" if flags & 16 else ""
+    return Status(op.hex(), bool(ended), bool(flags & 1), bool(flags & 2), bool(flags & 4), code, pid, micros, (out, err), kind)
 
 
 def done(body: bytes) -> Done:

@@ -25,6 +25,7 @@ enum {
     KEEP_FINISHED_MS = 600000,
     KEEP_BYTES = 8 << 20,    /* captured output of finished operations, all together */
     MAX_CAPTURE = 1 << 20,   /* head or tail of one stream */
+    MAX_VIEWERS = 7,         /* of one operation, beside the reader that holds it */
     MAX_ORPHAN_PIPES = 256,  /* pipes of ended operations that a background process still holds */
     OUT_PAUSE = 256 << 10,   /* a connection with more unsent than this is not read from */
     HELLO_MS = 5000,         /* a connection that has not said HELLO by then is closed */
@@ -40,7 +41,7 @@ enum frame_type {
     F_ACCEPTED, F_SIGNAL, F_OKAY, F_RESIZE, F_OPS, F_FILE, F_ERROR, F_STOP,
 };
 enum error_code { E_INVALID = 1, E_NOT_FOUND, E_CONFLICT, E_DENIED, E_BUSY, E_SANDBOX, E_STALE, E_UNSUPPORTED };
-enum start_flag { S_STDIN = 1, S_TTY = 2, S_BACKGROUND = 4, S_STREAM = 8, S_NOTIFY = 16, S_SERVICE = 32, S_KNOWN = 63, S_SOCKET = 1 << 16 };
+enum start_flag { S_STDIN = 1, S_TTY = 2, S_BACKGROUND = 4, S_STREAM = 8, S_NOTIFY = 16, S_SERVICE = 32, S_SESSION = 64, S_RUN = 128, S_KNOWN = 255, S_SOCKET = 1 << 16 };
 enum file_verb { V_READ = 1, V_WRITE, V_STAT, V_LIST, V_MKDIR, V_REMOVE, V_RENAME, V_CHMOD, V_CHOWN, V_SYMLINK, V_LINK, V_TOUCH };
 enum file_flag { FF_CREATE = 1, FF_TRUNCATE = 2, FF_RECURSIVE = 4 };
 
@@ -72,7 +73,7 @@ struct start {
     uint32_t argc, envc;
     const uint8_t *strings, *strings_end; /* argc + envc texts */
 };
-struct output { const uint8_t *op; uint64_t offset[2], credit[2]; };
+struct output { const uint8_t *op; uint64_t offset[2], credit[2]; bool view; };
 struct input { const uint8_t *op; uint64_t offset; bool eof; const uint8_t *data; size_t n; };
 struct file {
     uint8_t verb, flags;
@@ -88,7 +89,7 @@ bool parse_input(const uint8_t *body, size_t n, struct input *out);
 bool parse_file(const uint8_t *body, size_t n, struct file *out, const char **field);
 
 /* What an epoll event points to. */
-enum kind { K_LISTEN, K_SIGNAL, K_CONN, K_STREAM, K_STDIN, K_SUPERVISOR, K_WORKER };
+enum kind { K_LISTEN, K_SIGNAL, K_CONN, K_STREAM, K_STDIN, K_SUPERVISOR, K_WORKER, K_SESSION };
 struct watch { enum kind kind; int fd; uint32_t events; };
 
 struct conn {
@@ -103,6 +104,10 @@ struct conn {
     size_t out_n, out_at, out_cap;
 };
 
+/* Whom an order to the supervisor is for: the command, all below the supervisor, the command's process group, what the
+ * current run of a session started; or nobody: remember what is there now as no part of the next run. */
+enum aim { TO_COMMAND, TO_TREE, TO_GROUP, TO_RUN, TO_MEMORY };
+
 struct op;
 struct stream {
     struct watch w;
@@ -113,18 +118,32 @@ struct stream {
     uint32_t head_cap, tail_cap, ring_cap;
     uint8_t *head, *ring;
 };
+/* Of an operation that is a shell (S_SESSION): its stdin is a socket, the lines that wait for room in it, and the current run. */
+struct session {
+    struct op *run;
+    uint8_t *queue;
+    size_t queue_n, queue_at;
+    char line[64];
+    size_t line_n;
+};
+struct reader { uint32_t serial, request; uint64_t sent[2], credit[2]; }; /* serial 0: none */
 struct waiter { struct waiter *next; uint32_t serial, request; uint64_t cursor; };
 struct op {
     struct op *next;
     uint8_t id[16];
     struct watch sup, in; /* supervisor's socket; stdin or the PTY's master for writing */
     uint32_t flags;
-    bool running, exited, timed_out, killing;
+    bool running, exited, timed_out;
+    uint8_t killing;
+    struct session *session; /* of a shell */
+    struct op *shell;        /* of a run: the session that it runs in, until it ends */
+    bool marked;             /* of a run: its shell has said that it is done, what it wrote ends at `until` */
+    uint64_t until[2];
     int32_t pid, wstatus, supervisor; /* supervisor: 0 once it is reaped, since the number may then be another's */
     int64_t started, exited_at, ended, deadline, drain_by, hold_until, kill_by;
     struct stream *out[2]; /* stdout, stderr (NULL on a PTY) */
     struct waiter *waiters;
-    struct { uint32_t serial, request; uint64_t sent[2], credit[2]; } reader; /* serial 0: none */
+    struct reader reader, viewer[MAX_VIEWERS]; /* who holds the streams; who only looks on and may miss something */
     uint64_t delivered[2]; /* what the last reader was given: replay of a held stream begins here */
     uint64_t in_offset;
     bool in_eof, in_end; /* in_end: it ends once in_rest is written */
@@ -154,7 +173,7 @@ void send_frame(struct conn *c, uint16_t type, uint32_t request, const struct io
 void send_error(struct conn *c, uint32_t request, int code, int err, const char *field, const char *message);
 void send_ok(struct conn *c, uint32_t request);
 
-/* op.c */
+/* start.c */
 void op_start(struct conn *c, uint32_t request, const uint8_t *body, size_t n);
 void op_wait(struct conn *c, uint32_t request, const uint8_t *id);
 struct op *op_live(struct conn *c, uint32_t request, const uint8_t *id);
@@ -174,7 +193,21 @@ void op_shift(int64_t by);
 void op_conn_lost(uint32_t serial);
 void op_pump_conn(struct conn *c); /* what waits for room on this connection */
 struct op *op_find(const uint8_t *id);
-struct op *op_of_reader(uint32_t serial, uint32_t request);
+struct op *op_of_reader(uint32_t serial, uint32_t request, struct reader **reader);
+struct op *op_new(struct conn *c, uint32_t request, const struct start *s); /* NULL: the caller was told why not */
+void op_enlist(struct op *op, struct conn *c, uint32_t request);
+void op_again(struct op *op, struct conn *c, uint32_t request, bool notify); /* the same START once more */
+void op_order(struct op *op, int signum, enum aim aim);
+void op_finish(struct op *op);
+
+/* session.c */
+void session_run(struct conn *c, uint32_t request, const struct start *s);
+void session_event(struct op *shell, uint32_t events);
+void session_tap(struct stream *s, size_t n); /* the last n bytes of a shell's stream are also its current run's */
+void session_check(struct op *shell);
+void session_signal(struct op *run, int signum);
+void session_timer(struct op *run, int64_t now, int64_t *next);
+void session_over(struct op *shell); /* the shell has ended, and its run with it */
 
 /* stream.c */
 struct stream *stream_new(int fd, struct op *op, uint32_t head, uint32_t tail, bool tty);
@@ -187,10 +220,12 @@ void stream_shed(struct stream *s); /* free what it captured, keep the counter *
 size_t stream_kept(const struct stream *s);
 size_t stream_tail(const struct stream *s);
 size_t stream_at(const struct stream *s, uint64_t *offset, uint64_t end, struct iovec *out);
+void stream_put(struct stream *s, const uint8_t *p, size_t n); /* into one that has no pipe of its own */
 void output_attach(struct conn *c, uint32_t request, const uint8_t *body, size_t n);
 void output_credit(struct conn *c, uint32_t request, const uint8_t *body, size_t n);
 void output_detach(struct conn *c, uint32_t request);
 bool output_pump(struct op *op);
+bool output_lost(struct op *op, uint32_t serial); /* a connection ended; true when it held the streams */
 
 /* user.c: run in forked children only, since it reads the sandbox's files. */
 struct cred { uint32_t uid, gid; int groups_n; gid_t groups[64]; char name[64], home[256]; bool named; };
@@ -202,7 +237,7 @@ int workdir_make(const struct cred *c);
 enum stage { AT_FORK = 1, AT_USER, AT_CWD, AT_EXEC, AT_TTY };
 struct report { uint32_t kind; int32_t a, b; }; /* R_STARTED pid | R_FAILED stage errno | R_EXITED wstatus */
 enum { R_STARTED = 1, R_FAILED, R_EXITED };
-struct order { int32_t signum; uint32_t tree; };
+struct order { int32_t signum; uint32_t aim; };
 _Noreturn void chronus_main(const struct start *s, int sock, int in, int out, int err);
 void child_clean(int keep); /* after a fork: drop every descriptor above 2 but `keep` */
 

@@ -139,9 +139,11 @@ static void tell(int sock, uint32_t kind, int a, int b) {
 }
 
 /* The tree below this process, from /proc. */
-struct proc { pid_t pid, parent; bool below, seen; };
+struct proc { pid_t pid, parent; bool below, old; };
 static struct proc *table;
 static size_t table_n, table_cap;
+static pid_t *remembered; /* what ran below us before the current run of a session; sorted */
+static size_t remembered_n;
 
 static pid_t parent_of(pid_t pid) {
     char path[40], text[512];
@@ -205,6 +207,34 @@ static void signal_tree(int signum) {
     scan_tree();
     for (size_t i = 0; i < table_n; i++)
         if (table[i].below) kill(table[i].pid, signum);
+}
+
+static int plain(const void *a, const void *b) { return *(const pid_t *)a - *(const pid_t *)b; }
+
+static void remember(void) {
+    size_t below = scan_tree();
+    free(remembered);
+    remembered = calloc(below + 1, sizeof *remembered);
+    remembered_n = 0;
+    for (size_t i = 0; remembered && i < table_n && remembered_n < below; i++)
+        if (table[i].below) remembered[remembered_n++] = table[i].pid;
+}
+
+/* What the current run started: all below us but the shell, what was there before it, and what those have started since. */
+static void signal_run(int signum, pid_t shell) {
+    scan_tree();
+    for (size_t i = 0; i < table_n; i++)
+        table[i].old = table[i].pid != shell && remembered && bsearch(&table[i].pid, remembered, remembered_n, sizeof(pid_t), plain);
+    for (bool more = true; more;) {
+        more = false;
+        for (size_t i = 0; i < table_n; i++) {
+            struct proc key = {.pid = table[i].parent};
+            struct proc *up = table[i].old ? NULL : bsearch(&key, table, table_n, sizeof *table, by_pid);
+            if (up && up->old) table[i].old = more = true;
+        }
+    }
+    for (size_t i = 0; i < table_n; i++)
+        if (table[i].below && !table[i].old && table[i].pid != shell) kill(table[i].pid, signum);
 }
 
 /* End everything below. Stopping first beats forks that race with the walk: a stopped process makes no more, and once no
@@ -296,11 +326,18 @@ _Noreturn void chronus_main(const struct start *s, int sock, int in, int out, in
         struct order o;
         if (!p[0].revents) continue;
         if (recv(sock, &o, sizeof o, MSG_DONTWAIT) != sizeof o) _exit(0); /* Aether is gone, and with it the namespace */
-        if (o.tree && o.signum == SIGKILL) {
-            tell(sock, R_EXITED, kill_tree(main_pid), 0);
-            _exit(0);
+        switch ((enum aim)o.aim) {
+        case TO_COMMAND: kill(main_pid, o.signum); break;
+        case TO_TREE:
+            if (o.signum == SIGKILL) {
+                tell(sock, R_EXITED, kill_tree(main_pid), 0);
+                _exit(0);
+            }
+            signal_tree(o.signum);
+            break;
+        case TO_GROUP: kill(-main_pid, o.signum); break; /* the command leads a session, and so a group, of its own */
+        case TO_RUN: signal_run(o.signum, main_pid); break;
+        case TO_MEMORY: remember(); break;
         }
-        if (o.tree) signal_tree(o.signum);
-        else kill(main_pid, o.signum);
     }
 }

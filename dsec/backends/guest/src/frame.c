@@ -112,6 +112,7 @@ bool parse_output(const uint8_t *body, size_t n, struct output *o) {
     o->op = rd_bytes(&r, 16);
     for (int i = 0; i < 2; i++) o->offset[i] = rd_u64(&r);
     for (int i = 0; i < 2; i++) o->credit[i] = rd_u64(&r);
+    o->view = !r.bad && r.p < r.end && rd_u8(&r); /* may be left out */
     return !r.bad && r.p == r.end;
 }
 

@@ -81,6 +81,7 @@ static void loop(struct watch *signals, bool trust_any_peer) {
         case K_CONN: conn_event((struct conn *)w, e.events); break;
         case K_STREAM: stream_event((struct stream *)w); break;
         case K_STDIN: op_input_ready(op_of_stdin(w)); break;
+        case K_SESSION: session_event(op_of_stdin(w), e.events); break;
         case K_SUPERVISOR: op_report(op_of_supervisor(w)); break;
         case K_WORKER: pool_event(w); break;
         }

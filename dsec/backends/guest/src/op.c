@@ -22,9 +22,12 @@ struct op *op_find(const uint8_t *id) {
         if (!memcmp(op->id, id, 16)) return op;
     return NULL;
 }
-struct op *op_of_reader(uint32_t serial, uint32_t request) {
+struct op *op_of_reader(uint32_t serial, uint32_t request, struct reader **reader) {
     for (struct op *op = ops; op; op = op->next)
-        if (op->reader.serial == serial && op->reader.request == request) return op;
+        for (int i = -1; i < MAX_VIEWERS; i++) {
+            *reader = i < 0 ? &op->reader : &op->viewer[i];
+            if ((*reader)->serial == serial && (*reader)->request == request) return op;
+        }
     return NULL;
 }
 struct op *op_of_supervisor(struct watch *w) { return (struct op *)((char *)w - offsetof(struct op, sup)); }
@@ -33,7 +36,7 @@ static void put_status(struct wr *w, const struct op *op) {
     bool signalled = !op->running && WIFSIGNALED(op->wstatus);
     wr_bytes(w, op->id, 16);
     wr_u8(w, op->running ? 0 : 1);
-    wr_u8(w, (op->timed_out ? 1 : 0) | (signalled ? 4 : 0));
+    wr_u8(w, (op->timed_out ? 1 : 0) | (signalled ? 4 : 0) | (op->session ? 8 : 0) | (op->flags & S_TTY ? 16 : 0) | (op->flags & S_RUN ? 32 : 0));
     wr_u16(w, 0);
     wr_u32(w, (uint32_t)(op->running ? -1 : signalled ? WTERMSIG(op->wstatus) : WEXITSTATUS(op->wstatus)));
     wr_u32(w, (uint32_t)op->pid);
@@ -126,7 +129,10 @@ static void op_free(struct op *op) {
             *p = op->next;
             break;
         }
-    if (op->reader.serial) send_error(conn_by_serial(op->reader.serial), op->reader.request, E_NOT_FOUND, 0, "op", "no longer kept");
+    for (int i = -1; i < MAX_VIEWERS; i++) {
+        struct reader *r = i < 0 ? &op->reader : &op->viewer[i];
+        if (r->serial) send_error(conn_by_serial(r->serial), r->request, E_NOT_FOUND, 0, "op", "no longer kept");
+    }
     for (struct waiter *w = op->waiters, *next; w; w = next) {
         next = w->next;
         send_error(conn_by_serial(w->serial), w->request, E_NOT_FOUND, 0, "op", "no longer kept");
@@ -136,6 +142,8 @@ static void op_free(struct op *op) {
     watch_close(&op->in);
     free(op->in_rest);
     for (int i = 0; i < 2; i++) stream_forget(op->out[i]);
+    if (op->session) free(op->session->queue);
+    free(op->session);
     free(op);
 }
 
@@ -164,7 +172,8 @@ static void retain(void) {
     }
 }
 
-static void op_finish(struct op *op) {
+void op_finish(struct op *op) {
+    if (op->session) session_over(op);
     op->running = false;
     running_n--;
     finished_n++;
@@ -244,122 +253,46 @@ void op_report(struct op *op) {
     op_exited_check(op);
 }
 
-static bool make_pipe(int p[2], bool ours_reads) {
-    if (pipe2(p, O_CLOEXEC)) return false;
-    fcntl(p[ours_reads ? 0 : 1], F_SETFL, O_NONBLOCK);
-    return true;
-}
-
-static void close_all(int *fds, int n) {
-    for (int i = 0; i < n; i++)
-        if (fds[i] >= 0) close(fds[i]);
-}
-
-/* Descriptors: 0/1 socket ours/theirs, 2/3 stdin ours/theirs, 4/5 stdout, 6/7 stderr. */
-static bool make_channels(const struct start *s, int fd[8]) {
-    if (socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, fd)) return false;
-    if (s->flags & S_TTY) {
-        fd[4] = open("/dev/ptmx", O_RDWR | O_NOCTTY | O_CLOEXEC | O_NONBLOCK);
-        int off = 0;
-        if (fd[4] < 0 || ioctl(fd[4], TIOCSPTLCK, &off)) return false;
-        fd[5] = ioctl(fd[4], TIOCGPTPEER, O_RDWR | O_NOCTTY | O_CLOEXEC);
-        struct winsize size = {.ws_row = s->rows, .ws_col = s->cols};
-        ioctl(fd[4], TIOCSWINSZ, &size);
-        fd[2] = fcntl(fd[4], F_DUPFD_CLOEXEC, 3);
-        return fd[5] >= 0 && fd[2] >= 0;
-    }
-    int p[2];
-    if (s->flags & S_STDIN) {
-        if (!make_pipe(p, false)) return false;
-        if (s->flags & S_SERVICE) fcntl(p[0], F_SETPIPE_SZ, MAX_DATA);
-        fd[3] = p[0];
-        fd[2] = p[1];
-    } else if ((fd[3] = open("/dev/null", O_RDWR | O_CLOEXEC)) < 0) return false;
-    for (int i = 0; i < 2; i++) {
-        if (!make_pipe(p, true)) return false;
-        if (s->flags & S_STREAM) fcntl(p[0], F_SETPIPE_SZ, MAX_DATA);
-        fd[4 + 2 * i] = p[0];
-        fd[5 + 2 * i] = p[1];
-    }
-    return true;
-}
-
-void op_start(struct conn *c, uint32_t request, const uint8_t *body, size_t n) {
-    struct start s;
-    const char *field;
-    if (!parse_start(body, n, &s, &field)) {
-        send_error(c, request, E_INVALID, 0, field, "malformed request");
-        return;
-    }
-    struct op *op = op_find(s.op);
-    if (op) {
-        if (s.flags & S_NOTIFY) add_waiter(op, c->serial, request);
-        send_status(c, request, op);
-        deliver(op, 0);
-        return;
-    }
+/* A record with its streams; the pipes are the caller's to give. */
+struct op *op_new(struct conn *c, uint32_t request, const struct start *s) {
     if (running_n >= MAX_RUNNING) {
         send_error(c, request, E_BUSY, 0, "op", "512 operations run in this sandbox already");
-        return;
+        return NULL;
     }
-    s.flags &= S_KNOWN;
-    int fd[8] = {-1, -1, -1, -1, -1, -1, -1, -1}, port = s.flags & S_SERVICE ? connect_port(&s) : 0;
-    if (port < 0 || (s.flags & S_SERVICE && !service_known(&s))) {
-        send_error(c, request, E_INVALID, 0, "argv", port < 0 ? "not a port" : "no such service");
-        return;
-    }
-    op = calloc(1, sizeof *op);
-    pid_t pid = -1;
-    int err = ENOMEM;
-    if (op) op->flags = s.flags;
-    if (op && port) { /* a connection needs no process: the socket stands in for the pipes */
-        s.flags |= S_SOCKET | S_STDIN;
-        fd[4] = connect_loopback(port);
-        fd[2] = fd[4] < 0 ? -1 : fcntl(fd[4], F_DUPFD_CLOEXEC, 3);
-        err = errno;
-        op->out[0] = fd[2] < 0 ? NULL : stream_new(fd[4], op, s.head, s.tail, true); /* as a terminal: its end is a hang-up */
-        if (!op->out[0]) {
-            free(op);
-            close_all(fd, 8);
-            send_error(c, request, E_SANDBOX, err, "port", "cannot connect");
-            return;
-        }
-        pid = 0;
-    } else if (op && make_channels(&s, fd)) {
-        op->out[0] = stream_new(fd[4], op, s.head, s.tail, s.flags & S_TTY);
-        if (fd[6] >= 0) op->out[1] = stream_new(fd[6], op, s.head, s.tail, false);
-        pid = op->out[0] && (fd[6] < 0 || op->out[1]) ? fork() : -1;
-        err = errno;
-        if (pid == 0) chronus_main(&s, fd[1], fd[3] < 0 ? fd[5] : fd[3], fd[5], fd[7] < 0 ? fd[5] : fd[7]);
-    } else err = errno;
-    if (pid < 0) {
-        if (op) free(op->out[0]), free(op->out[1]);
+    struct op *op = calloc(1, sizeof *op);
+    bool session = s->flags & S_SESSION;
+    if (op) op->session = session ? calloc(1, sizeof *op->session) : NULL;
+    bool one = s->flags & (S_TTY | S_SOCKET); /* a socket's end is as a terminal's: a hang-up */
+    for (int i = 0; op && i < (one ? 1 : 2); i++) op->out[i] = stream_new(-1, op, s->head, s->tail, one);
+    if (!op || !op->out[0] || (!op->out[1] && !one) || (session && !op->session)) {
+        if (op) free(op->out[0]), free(op->out[1]), free(op->session);
         free(op);
-        close_all(fd, 8);
-        send_error(c, request, err == EAGAIN || err == ENOMEM ? E_BUSY : E_SANDBOX, err, s.flags & S_TTY && fd[5] < 0 ? "tty" : "op",
-                   "no process could be made");
-        return;
+        send_error(c, request, E_BUSY, ENOMEM, "op", "no process could be made");
+        return NULL;
     }
-    for (int i = 1; i < 8; i += 2)
-        if (fd[i] >= 0) close(fd[i]);
-    memcpy(op->id, s.op, 16);
-    op->flags = s.flags;
+    memcpy(op->id, s->op, 16);
+    op->flags = s->flags;
     op->running = true;
-    op->supervisor = pid;
     op->started = now_us();
-    op->deadline = s.timeout_ms ? now_ms() + s.timeout_ms : 0;
-    op->hold_until = s.flags & S_STREAM ? now_ms() + HOLD_MS : 0;
-    op->sup = (struct watch){K_SUPERVISOR, fd[0], 0};
-    op->in = (struct watch){K_STDIN, fd[2], 0};
-    op->starter.serial = c->serial;
-    op->starter.request = request;
+    op->deadline = s->timeout_ms ? now_ms() + s->timeout_ms : 0;
+    op->hold_until = s->flags & S_STREAM ? now_ms() + HOLD_MS : 0;
+    op->sup = (struct watch){K_SUPERVISOR, -1, 0};
+    op->in = (struct watch){session ? K_SESSION : K_STDIN, -1, 0};
+    return op;
+}
+
+void op_enlist(struct op *op, struct conn *c, uint32_t request) {
     op->next = ops;
     ops = op;
     running_n++;
-    if (s.flags & S_NOTIFY) add_waiter(op, c->serial, request);
-    watch_set(&op->sup, EPOLLIN);
-    if (port) send_status(c, request, op);
-    for (int i = 0; i < 2; i++) stream_interest(op->out[i]);
+    if (op->shell || op->flags & S_SOCKET) send_status(c, request, op); /* any other is answered when its exec is known to have worked */
+    if (op->flags & S_NOTIFY) add_waiter(op, c->serial, request);
+}
+
+void op_again(struct op *op, struct conn *c, uint32_t request, bool notify) {
+    if (notify) add_waiter(op, c->serial, request);
+    send_status(c, request, op);
+    deliver(op, 0);
 }
 
 void op_wait(struct conn *c, uint32_t request, const uint8_t *id) {
@@ -377,8 +310,8 @@ void op_reaped(pid_t pid) {
         if (op->supervisor == pid) op->supervisor = 0;
 }
 
-static void order(struct op *op, int signum, bool tree) {
-    struct order o = {signum, tree};
+void op_order(struct op *op, int signum, enum aim aim) {
+    struct order o = {signum, aim};
     if (op->flags & S_SOCKET) { /* nobody to tell: it is ours */
         if (!signum || op->exited) return;
         over(op, signum);
@@ -387,8 +320,8 @@ static void order(struct op *op, int signum, bool tree) {
     }
     send(op->sup.fd, &o, sizeof o, MSG_NOSIGNAL | MSG_DONTWAIT);
     if (op->supervisor) kill(op->supervisor, SIGCONT); /* root inside may have stopped it, to outlive a time-out */
-    if (signum == SIGKILL && tree && !op->killing) {
-        op->killing = true;
+    if (signum == SIGKILL && aim == TO_TREE && !op->killing) {
+        op->killing = 1;
         op->kill_by = now_ms() + KILL_MS;
     }
 }
@@ -410,7 +343,8 @@ void op_signal(struct conn *c, uint32_t request, const uint8_t *id, int signum, 
     }
     struct op *op = op_live(c, request, id);
     if (!op) return;
-    order(op, signum, tree);
+    if (op->shell) session_signal(op, signum);
+    else op_order(op, signum, tree ? TO_TREE : TO_COMMAND);
     send_ok(c, request);
 }
 
@@ -451,11 +385,15 @@ void op_timers(int64_t now, int64_t *next) {
         }
         if (op->hold_until && now >= op->hold_until) {
             op->hold_until = 0;
-            if (op->flags & S_SERVICE && !op->reader.serial && !op->exited) order(op, SIGKILL, true); /* its reader has left for good */
+            if (op->flags & S_SERVICE && !op->reader.serial && !op->exited) op_order(op, SIGKILL, TO_TREE); /* its reader has left for good */
             if (!op->running) continue;
             for (int i = 0; i < 2; i++) stream_interest(op->out[i]);
         }
         if (op->hold_until && !op->reader.serial) at(op->hold_until, next);
+        if (op->shell) {
+            session_timer(op, now, next);
+            continue;
+        }
         if (op->in_wait.serial && now >= op->in_wait.until) op_input_late(op);
         if (op->in_wait.serial) at(op->in_wait.until, next);
         if (op->exited) {
@@ -464,7 +402,7 @@ void op_timers(int64_t now, int64_t *next) {
             continue;
         }
         if (op->killing && now >= op->kill_by) { /* something cannot die now (a disk that does not answer) */
-            op->killing = false;
+            op->killing = 0;
             over(op, SIGKILL);
             op->drain_by = now;
             op_exited_check(op);
@@ -473,7 +411,7 @@ void op_timers(int64_t now, int64_t *next) {
         if (op->killing) at(op->kill_by, next);
         else if (op->deadline && now >= op->deadline) {
             op->timed_out = true;
-            order(op, SIGKILL, true);
+            op_order(op, SIGKILL, TO_TREE);
             at(op->kill_by, next);
         } else if (op->deadline) {
             at(op->deadline, next);
@@ -495,8 +433,7 @@ void op_conn_lost(uint32_t serial) {
     for (struct op *op = ops; op; op = op->next) {
         if (op->in_wait.serial == serial) op->in_wait.serial = 0;
         if (op->starter.serial == serial) op->starter.serial = 0;
-        if (op->reader.serial == serial) {
-            op->reader.serial = 0;
+        if (output_lost(op, serial)) {
             /* Its reader may come back with a cursor (a restarted Edge): hold what it was not given for a while. */
             if (op->flags & S_STREAM && op->running) op->hold_until = now_ms() + HOLD_MS;
             for (int i = 0; i < 2; i++) stream_interest(op->out[i]);
@@ -517,7 +454,7 @@ void op_pump_conn(struct conn *c) {
     uint32_t serial = c->serial;
     for (struct op *op = ops; op && conn_idle(c) && !c->closing; op = op->next) {
         if (op->waiters) deliver(op, serial);
-        if (op->reader.serial == serial && output_pump(op))
+        if (output_pump(op))
             for (int i = 0; i < 2; i++) stream_interest(op->out[i]);
     }
 }

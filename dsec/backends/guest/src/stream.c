@@ -42,7 +42,8 @@ static bool held(const struct op *op) { return op && (op->reader.serial || now_m
 static int which(const struct stream *s) { return s->op && s->op->out[1] == s; }
 
 /* How many bytes may be read without overwriting what a reader is still to get. */
-static size_t room(const struct stream *s) {
+static size_t room(const struct stream *s);
+static size_t own_room(const struct stream *s) {
     uint64_t left = s->limit - s->total, most = left < MAX_DATA ? left : MAX_DATA;
     if (!held(s->op)) return (size_t)most;
     uint64_t sent = s->op->reader.serial ? s->op->reader.sent[which(s)] : s->op->delivered[which(s)];
@@ -52,8 +53,15 @@ static size_t room(const struct stream *s) {
     uint64_t n = end > s->total ? end - s->total : 0;
     return n > most ? (size_t)most : (size_t)n;
 }
+static size_t room(const struct stream *s) {
+    size_t n = own_room(s), more;
+    struct op *run = s->op && s->op->session ? s->op->session->run : NULL;
+    if (run && run->out[which(s)] && (more = own_room(run->out[which(s)])) < n) n = more;
+    return n;
+}
 
 void stream_interest(struct stream *s) {
+    if (s && s->op && s->op->shell) s = s->op->shell->out[which(s)]; /* a run's bytes come through its shell's pipe */
     if (!s || s->eof || s->w.fd < 0) return;
     watch_set(&s->w, room(s) ? EPOLLIN : 0);
 }
@@ -72,7 +80,7 @@ static void stream_end(struct stream *s) {
 }
 
 /* One read into where the bytes belong. Returns bytes read, 0 at the end, -1 when there is nothing now. */
-static ssize_t take(struct stream *s, size_t n) {
+static ssize_t take_bytes(struct stream *s, size_t n) {
     static uint8_t waste[16 << 10];
     if (!s->op || s->lost) {
         ssize_t got = read(s->w.fd, waste, sizeof waste < n ? sizeof waste : n);
@@ -121,6 +129,33 @@ static ssize_t take(struct stream *s, size_t n) {
     return got;
 }
 
+static ssize_t take(struct stream *s, size_t n) {
+    ssize_t got = take_bytes(s, n);
+    if (got > 0 && s->op && s->op->session) session_tap(s, (size_t)got);
+    return got;
+}
+
+void stream_put(struct stream *s, const uint8_t *p, size_t n) {
+    while (n) {
+        bool head = s->total < s->head_cap;
+        if (!s->lost && (head ? !s->head && !(s->head = pages(s->head_cap)) : !s->ring && !(s->ring = pages(s->ring_cap)))) {
+            stream_shed(s);
+            s->lost = true;
+        }
+        if (s->lost) {
+            s->total += n;
+            return;
+        }
+        size_t at = head ? (size_t)s->total : (size_t)((s->total - s->head_cap) % s->ring_cap);
+        size_t k = (head ? s->head_cap : s->ring_cap) - at;
+        if (k > n) k = n;
+        memcpy((head ? s->head : s->ring) + at, p, k);
+        s->total += k;
+        p += k;
+        n -= k;
+    }
+}
+
 /* The operation has ended, its pipe has not: from here on a background process writes into the void, but never blocks. */
 static void stream_orphan(struct stream *s) {
     struct stream *rest = stream_new(s->w.fd, NULL, 0, 0, s->tty);
@@ -141,6 +176,7 @@ void stream_event(struct stream *s) {
             stream_end(s); /* frees an orphan */
             if (op) {
                 output_pump(op);
+                if (op->session) session_check(op);
                 op_exited_check(op);
             }
             return;
@@ -150,6 +186,7 @@ void stream_event(struct stream *s) {
         if (s->eof || got < (ssize_t)(n < 4096 ? n : 4096)) break;
     }
     stream_interest(s);
+    if (op && op->session) session_check(op);
     if (op) op_exited_check(op);
 }
 
@@ -246,41 +283,54 @@ static bool finished(const struct op *op, int i) {
     return !s || s->eof;
 }
 
-/* Give the reader what it may get. True while it might get more as soon as its connection has room. */
-bool output_pump(struct op *op) {
-    struct conn *c = conn_by_serial(op->reader.serial);
+/* Give one reader what it may get. True while it might get more as soon as its connection has room. */
+static bool pump_one(struct op *op, struct reader *to) {
+    struct conn *c = conn_by_serial(to->serial);
     if (!c) return false;
     for (int i = 0; i < 2; i++) {
         struct stream *s = op->out[i];
         if (!s) continue;
         bool moved = false;
         while (conn_idle(c) && !c->closing) {
-            uint64_t at = op->reader.sent[i], end = at + MAX_CHUNK;
-            if (end > op->reader.credit[i]) end = op->reader.credit[i];
+            uint64_t at = to->sent[i], end = at + MAX_CHUNK;
+            if (end > to->credit[i]) end = to->credit[i];
             struct iovec piece;
             size_t n = at < end ? stream_at(s, &at, end, &piece) : 0;
-            if (!n && at > op->reader.sent[i]) { /* the bytes there are gone: go on behind the gap */
-                op->reader.sent[i] = at;
+            if (!n && at > to->sent[i]) { /* the bytes there are gone: go on behind the gap */
+                to->sent[i] = at;
                 moved = true;
-                if (at < op->reader.credit[i]) continue;
+                if (at < to->credit[i]) continue;
                 piece = (struct iovec){NULL, 0}; /* an empty chunk says where that is, so that credit can follow */
             } else if (!n) break;
             uint8_t head[16] = {(uint8_t)(i + 1)};
             memcpy(head + 8, &at, 8);
-            op->reader.sent[i] = at + piece.iov_len;
-            op->delivered[i] = op->reader.sent[i];
-            send_frame(c, F_CHUNK, op->reader.request, (struct iovec[]){{head, sizeof head}, piece}, 2);
+            to->sent[i] = at + piece.iov_len;
+            if (to == &op->reader) op->delivered[i] = to->sent[i];
+            send_frame(c, F_CHUNK, to->request, (struct iovec[]){{head, sizeof head}, piece}, 2);
             moved = true;
         }
-        if (moved) stream_interest(s);
+        if (moved && to == &op->reader) stream_interest(s);
     }
     for (int i = 0; i < 2; i++)
-        if (!finished(op, i) || (op->out[i] && op->reader.sent[i] < op->out[i]->total)) return true;
+        if (!finished(op, i) || (op->out[i] && to->sent[i] < op->out[i]->total)) return true;
     uint64_t totals[2] = {op->out[0] ? op->out[0]->total : 0, op->out[1] ? op->out[1]->total : 0};
-    send_frame(c, F_END, op->reader.request, &(struct iovec){totals, sizeof totals}, 1);
-    op->reader.serial = 0;
-    if (op->flags & S_SERVICE && op->running) op->hold_until = now_ms() + HALF_CLOSED_MS;
+    send_frame(c, F_END, to->request, &(struct iovec){totals, sizeof totals}, 1);
+    to->serial = 0;
+    if (to == &op->reader && op->flags & S_SERVICE && op->running) op->hold_until = now_ms() + HALF_CLOSED_MS;
     return false;
+}
+
+bool output_pump(struct op *op) {
+    bool more = op->reader.serial && pump_one(op, &op->reader);
+    for (int i = 0; i < MAX_VIEWERS; i++)
+        if (op->viewer[i].serial && pump_one(op, &op->viewer[i])) more = true;
+    return more;
+}
+
+static struct reader *free_seat(struct op *op) {
+    for (int i = 0; i < MAX_VIEWERS; i++)
+        if (!conn_by_serial(op->viewer[i].serial)) return &op->viewer[i];
+    return NULL;
 }
 
 void output_attach(struct conn *c, uint32_t request, const uint8_t *body, size_t n) {
@@ -299,33 +349,54 @@ void output_attach(struct conn *c, uint32_t request, const uint8_t *body, size_t
             send_error(c, request, E_INVALID, 0, "offsets", "beyond what was written so far");
             return;
         }
-    struct conn *old = conn_by_serial(op->reader.serial);
-    if (old) send_error(old, op->reader.request, E_CONFLICT, 0, "op", "another reader took the stream over");
-    op->reader.serial = c->serial;
-    op->reader.request = request;
+    struct reader *seat = o.view ? free_seat(op) : &op->reader;
+    if (!seat) {
+        send_error(c, request, E_BUSY, 0, "op", "seven look on already");
+        return;
+    }
+    struct conn *old = o.view ? NULL : conn_by_serial(op->reader.serial);
+    if (old) { /* the newest holds the streams; the one before looks on from where it was */
+        struct reader *next = free_seat(op);
+        if (next) *next = op->reader;
+        else send_error(old, op->reader.request, E_CONFLICT, 0, "op", "another reader took the stream over");
+    }
+    seat->serial = c->serial;
+    seat->request = request;
     for (int i = 0; i < 2; i++) {
-        op->reader.sent[i] = op->delivered[i] = o.offset[i];
-        op->reader.credit[i] = o.credit[i];
+        seat->sent[i] = o.offset[i];
+        if (!o.view) op->delivered[i] = o.offset[i];
+        seat->credit[i] = o.credit[i];
     }
     output_pump(op);
     for (int i = 0; i < 2; i++) stream_interest(op->out[i]);
 }
 
 void output_credit(struct conn *c, uint32_t request, const uint8_t *body, size_t n) {
-    struct op *op = op_of_reader(c->serial, request);
+    struct reader *reader;
+    struct op *op = op_of_reader(c->serial, request, &reader);
     struct rd r = {body, body + n, false};
     for (int i = 0; i < 2 && op; i++) {
         uint64_t credit = rd_u64(&r);
-        if (!r.bad && credit > op->reader.credit[i]) op->reader.credit[i] = credit;
+        if (!r.bad && credit > reader->credit[i]) reader->credit[i] = credit;
     }
     if (op) output_pump(op);
 }
 
 void output_detach(struct conn *c, uint32_t request) {
-    struct op *op = op_of_reader(c->serial, request);
+    struct reader *reader;
+    struct op *op = op_of_reader(c->serial, request, &reader);
     if (!op) return;
-    op->reader.serial = 0;
+    reader->serial = 0;
+    if (reader != &op->reader) return;
     /* Closed on purpose: nothing is held for a successor. A service does without a reader for a moment only. */
     op->hold_until = op->flags & S_SERVICE && op->running ? now_ms() + HOLD_MS : 0;
     for (int i = 0; i < 2; i++) stream_interest(op->out[i]);
+}
+
+bool output_lost(struct op *op, uint32_t serial) {
+    for (int i = 0; i < MAX_VIEWERS; i++)
+        if (op->viewer[i].serial == serial) op->viewer[i].serial = 0;
+    if (op->reader.serial != serial) return false;
+    op->reader.serial = 0;
+    return true;
 }
