@@ -280,6 +280,10 @@ class Client:
         """Thaw a job; what became of each sandbox."""
         return await self._many("resume", labels, ids, everything)
 
+    async def prune(self, labels: Mapping[str, str] | None = None, *, ids: Iterable[str] = ()) -> Outcomes:
+        """Forget sandboxes that have ended; those that it named. How they ended is then no longer known."""
+        return await self._many("prune", labels, ids, everything=True)
+
     async def nodes(self) -> ClusterView:
         """The Watcher's view: nodes with load and states, how old each is, and those lost. Raises `Unavailable` without a Watcher."""
         view = await self._wire.view(timeout=5.0)

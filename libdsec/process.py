@@ -22,7 +22,17 @@ from typing import TYPE_CHECKING, Literal, Self
 import msgspec
 
 from dsec.bus import codec, subjects
-from dsec.bus.messages import CreditRequest, Empty, ExecReply, ExecRequest, OutputChunk, OutputRequest, ResizeRequest
+from dsec.bus.messages import (
+    CreditRequest,
+    Empty,
+    ExecReply,
+    ExecRequest,
+    InputReply,
+    InputRequest,
+    OutputChunk,
+    OutputRequest,
+    ResizeRequest,
+)
 from dsec.bus.transport import Msg, Subscription, Transport
 from dsec.errors import DeadlineExceeded, DsecError, InvalidRequest, SandboxError, from_body
 from dsec.model import ExecSpec, OpStatus
@@ -38,6 +48,7 @@ TELL = 1 << 20  # bytes read after which the Edge is told at once
 TICK = 1.0  # seconds between repeats of the credit
 QUIET = 5.0  # seconds without output after which we ask again, in case the Edge has forgotten us; doubles up to a minute
 LONGEST_LINE = 1 << 20
+BEYOND = 1 << 62  # no stdin is that long
 EXPECTED = 64 << 10  # bytes of output that `expect` looks for a match in
 UNREAD = 1 << 20  # bytes kept of a stream that nobody reads while the other one is read
 
@@ -429,12 +440,20 @@ class Process:
         self._entered()
         raw = data.encode() if isinstance(data, str) else bytes(data)
         async with self._writing:
+            await self._meet_others()
             self._written = await self._sandbox._feed(self.op, raw, self._written, eof=False)
+
+    async def _meet_others(self) -> None:
+        """Where several may type, offsets are whoever's was last: ask where it stands. An offset far beyond is answered with that."""
+        if self._spec is None or self._spec.tty:
+            request = InputRequest(op=self.op, offset=BEYOND)
+            self._written = (await self._sandbox._request("input", request, InputReply, bulk=True)).accepted
 
     async def close_stdin(self) -> None:
         """It reads end of file. Idempotent."""
         self._entered()
         async with self._writing:
+            await self._meet_others()
             await self._sandbox._feed(self.op, b"", self._written, eof=True)
 
     async def signal(self, signum: int | str | signals.Signals, *, tree: bool = True) -> None:

@@ -17,6 +17,7 @@ from dsec.bus.messages import (
     InfoReply,
     InputReply,
     InputRequest,
+    LabelRequest,
     LogReply,
     OpsReply,
     PackReply,
@@ -274,6 +275,14 @@ class Sandbox:
         reply = await self._client._request(self._id, "info", Empty(), InfoReply)
         self.labels = dict(reply.info.labels)
         return reply.info
+
+    async def set_labels(self, labels: Mapping[str, str] | None = None, *, remove: Iterable[str] = ()) -> dict[str, str]:
+        """Set labels and take others away; all labels as they are then."""
+        from libdsec.spec import labels_map
+
+        request = LabelRequest(set=labels_map(labels or {}), remove=tuple(remove))
+        self.labels = dict((await self._request("label", request, InfoReply)).info.labels)
+        return dict(self.labels)
 
     async def wait(self, timeout: float | None = None) -> Exit:
         """How the sandbox ended, once it has. Raises `DeadlineExceeded` after ``timeout`` seconds."""

@@ -12,7 +12,7 @@ import gc
 import heapq
 import time
 from collections import Counter, OrderedDict, deque
-from collections.abc import Coroutine, Iterable
+from collections.abc import Coroutine, Iterable, Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -299,6 +299,14 @@ class Edge:
             if when:
                 # Busy ones are overdue and not due: looked at again in the next sweep, not in this one.
                 heapq.heappush(self._clock, (max(when, now + 0.001), sandbox.record.ulid))
+
+    async def prune(self, ulids: Sequence[str]) -> None:
+        """Forget these ended sandboxes. Raises `NodeError` when their records could not be removed; then they are still known."""
+        await self.store.prune(ulids)
+        for ulid in ulids:
+            if (known := self.ended.pop(ulid, None)) is not None:
+                record = known[0]
+                self.requests.pop((record.principal, record.project, record.burst, record.index), None)
 
     async def _forget_ended(self, horizon: float) -> None:
         old = []

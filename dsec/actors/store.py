@@ -14,7 +14,7 @@ import queue
 import sqlite3
 import threading
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -83,6 +83,10 @@ class Store(Protocol):
         """Remove records of sandboxes that ended before this wall-clock time."""
         ...
 
+    async def prune(self, ulids: Sequence[str]) -> None:
+        """Remove the records of these sandboxes, of those that have ended."""
+        ...
+
     async def close(self) -> None: ...
 
 
@@ -128,6 +132,9 @@ class SqliteStore:
 
     async def forget(self, ended_before: float) -> None:
         await self._do("DELETE FROM sandbox WHERE ended > 0 AND ended < ?", [(ended_before,)])
+
+    async def prune(self, ulids: Sequence[str]) -> None:
+        await self._do("DELETE FROM sandbox WHERE ended > 0 AND ulid = ?", [(ulid,) for ulid in ulids])
 
     async def close(self) -> None:
         """Everything posted before is written."""
@@ -256,6 +263,11 @@ class MemoryStore:
     async def forget(self, ended_before: float) -> None:
         for ulid in [r.ulid for r in self.records.values() if 0 < r.ended_ts < ended_before]:
             del self.records[ulid]
+
+    async def prune(self, ulids: Sequence[str]) -> None:
+        for ulid in ulids:
+            if ulid in self.records and self.records[ulid].ended_ts > 0:
+                del self.records[ulid]
 
     async def close(self) -> None:
         return None

@@ -30,6 +30,7 @@ from dsec.bus.messages import (
     InputReply,
     InputRequest,
     ItemResult,
+    LabelRequest,
     LaunchReply,
     LaunchRequest,
     LeaseAck,
@@ -47,7 +48,7 @@ from dsec.bus.messages import (
     StopRequest,
 )
 from dsec.bus.subjects import Caller
-from dsec.errors import DsecError, NotFound, SandboxGone, to_body
+from dsec.errors import DsecError, InvalidRequest, NotFound, SandboxGone, to_body
 from dsec.model import ExecSpec, Exit, ExitReason, FileReply, FileRequest, SandboxInfo, State
 
 LIST_BYTES = 600_000  # of one ListReply, estimated
@@ -71,6 +72,7 @@ class Verbs:
             ("resize", ResizeRequest, Empty, self.resize),
             ("ops", Empty, OpsReply, self.ops),
             ("info", Empty, InfoReply, self.info),
+            ("label", LabelRequest, InfoReply, self.label),
             ("log", Empty, LogReply, self.log),
             ("pause", Empty, Empty, self.pause),
             ("resume", Empty, Empty, self.resume),
@@ -118,6 +120,7 @@ class Verbs:
                 Verb(name="stop", request=Selector, reply=ManyReply, handler=self.stop_many),
                 Verb(name="pause", request=Selector, reply=ManyReply, handler=self.pause_many),
                 Verb(name="resume", request=Selector, reply=ManyReply, handler=self.resume_many),
+                Verb(name="prune", request=Selector, reply=ManyReply, handler=self.prune),
             ),
             verb_of=_fourth,
             caller_of=lambda subject: subjects.everyone_parse(subject)[1],
@@ -244,6 +247,17 @@ class Verbs:
             return InfoReply(info=ended(self.edge.ended[sid.ulid][0], self.edge.name))
         return InfoReply(info=sandbox.info(await sandbox.usage()))
 
+    async def label(self, context: Context, request: LabelRequest) -> InfoReply:
+        """Change labels; on disk before it is answered."""
+        sandbox = self._live(context)
+        spec = sandbox.record.spec
+        labels = {key: value for key, value in (spec.labels | request.set).items() if key not in request.remove}
+        if len(labels) > 64 or any(not 0 < len(key) <= 128 or len(value) > 1024 for key, value in labels.items()):
+            raise InvalidRequest("at most 64 labels, with names up to 128 and values up to 1024 characters", field="labels")
+        sandbox.record.spec = msgspec.structs.replace(spec, labels=labels)
+        await self.edge.store.update(sandbox.record)
+        return InfoReply(info=sandbox.info())
+
     async def log(self, context: Context, _request: Empty) -> LogReply:
         with contextlib.suppress(SandboxGone):
             return LogReply(lines=tuple(self._live(context).story.lines))
@@ -314,6 +328,21 @@ class Verbs:
 
     async def resume_many(self, context: Context, selector: Selector) -> ManyReply:
         return await self._each(context, selector, lambda sandbox: sandbox.resume(context.deadline))
+
+    async def prune(self, context: Context, selector: Selector) -> ManyReply:
+        """Forget sandboxes that have ended."""
+        caller = context.caller
+        assert caller is not None
+        ids = frozenset(selector.ids)
+        chosen = [
+            ulid
+            for ulid, (record, _) in self.edge.ended.items()
+            if (record.principal, record.project) == (caller.principal, caller.project)
+            and (not ids or f"{self.edge.name}-{ulid}" in ids)
+            and _labelled(record.spec.labels, selector.labels)
+        ]
+        await self.edge.prune(chosen)
+        return ManyReply(edge=self.edge.name, results=tuple(ItemResult(id=f"{self.edge.name}-{ulid}") for ulid in chosen))
 
     async def _each(self, context: Context, selector: Selector, do: Callable[[Sandbox], Awaitable[None]]) -> ManyReply:
         caller = context.caller

@@ -263,6 +263,13 @@ class StopRequest(Message, frozen=True, kw_only=True):
     grace_ms: int = 0
 
 
+class LabelRequest(Message, frozen=True, kw_only=True):
+    """sb.label: labels to set, then names to take away; answered with the sandbox as it is then."""
+
+    set: dict[str, str] = {}
+    remove: tuple[str, ...] = ()
+
+
 class InfoReply(Message, frozen=True, kw_only=True):
     info: SandboxInfo
 

@@ -1,4 +1,4 @@
-"""Commands about sandboxes and nodes that exist: ls, info, stop, pause, resume, events, logs, node."""
+"""Commands about sandboxes and nodes that exist: ls, info, stop, pause, resume, events, node."""
 
 from __future__ import annotations
 
@@ -158,28 +158,6 @@ def event_line(event: Event) -> str:
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(event.wall_ts))
     detail = " ".join(f"{key}={value}" for key, value in event.detail.items())
     return f"{when}  {event.kind:<10} {event.sb or event.edge}  {detail}".rstrip()
-
-
-@click.command("logs")
-@click.argument("sandbox_id", metavar="ID")
-@common
-def logs_command(settings: Settings, sandbox_id: str) -> None:
-    """The story of one sandbox's life, as its node tells it."""
-
-    async def work() -> tuple[str, ...]:
-        from dsec.bus.messages import Empty, LogReply
-        from dsec.model import SandboxId
-
-        sid = SandboxId.parse(sandbox_id)
-        async with settings.connect() as client:
-            return (await client._request(sid, "log", Empty(), LogReply)).lines
-
-    lines = run(work())
-    if settings.json:
-        emit(lines)
-    else:
-        for line in lines:
-            click.echo(line)
 
 
 @click.group("node")

@@ -137,6 +137,25 @@ def result_map(sandbox: str, result: ExecResult) -> dict[str, Any]:
     }
 
 
+async def terminal(
+    sandbox: Sandbox,
+    argv: tuple[str, ...],
+    *,
+    env: dict[str, str] | None = None,
+    workdir: str | None = None,
+    user: str | None = None,
+    timeout: float | None = None,
+) -> int:
+    """Run it on a terminal that is ours; its exit code."""
+    from dsec.commands.terminal import need_terminal, on_terminal, size
+
+    need_terminal()
+    rows, cols = size()
+    variables = {"TERM": os.environ.get("TERM", "xterm")} | (env or {})
+    process = sandbox.start(list(argv), env=variables, cwd=workdir, user=user, timeout=timeout or 0, tty=True, rows=rows, cols=cols)
+    return await on_terminal(sandbox, [process])
+
+
 async def follow(
     settings: Settings,
     sandbox: Sandbox,
@@ -170,6 +189,7 @@ async def follow(
 @click.option("--rm/--no-rm", "remove", default=True, help="End the sandbox with the command (default), or leave it and print its id.")
 @click.option("-d", "--detach", is_flag=True, help="Start the command, print the sandbox's id and leave.")
 @click.option("-i", "--interactive/--no-stdin", "feed", default=None, help="Pass standard input on. [default: if it is a pipe or a file]")
+@click.option("-t", "--tty", is_flag=True, help="Give it a terminal, ours: -it as with Docker.")
 @click.option("--timeout", default=None, type=float, help="Seconds until the command is killed.")
 @common
 def run_command(
@@ -179,6 +199,7 @@ def run_command(
     remove: bool,
     detach: bool,
     feed: bool | None,
+    tty: bool,
     timeout: float | None,
     ready_timeout: float,
     **given: Any,
@@ -188,6 +209,7 @@ def run_command(
     \b
     dsec run debian-12 -- python3 -c 'print(1)'
     tar c src | dsec run debian-12 -- tar x -C /tmp
+    dsec run -it debian-12 bash
     """
     command = strip_dashes(command)
     if not command:
@@ -205,8 +227,12 @@ def run_command(
                     return 0
                 if not settings.json:
                     click.echo(sandbox.id, err=True)
+                if tty:
+                    return await terminal(sandbox, command, timeout=timeout)
                 return await follow(settings, sandbox, command, timeout=timeout, feed=stdio.has_input() if feed is None else feed)
             async with client.sandbox(made_of, timeout=ready_timeout) as sandbox:
+                if tty:
+                    return await terminal(sandbox, command, timeout=timeout)
                 return await follow(settings, sandbox, command, timeout=timeout, feed=stdio.has_input() if feed is None else feed)
 
     return own_failures(lambda: run(work(make_spec(image, given, on_client_loss="keep" if keep else "stop"))), settings.json)
@@ -313,6 +339,7 @@ def show_burst(settings: Settings, rows: list[dict[str, Any]], failed: list[dict
 @click.option("-u", "--user", default=None)
 @click.option("-d", "--detach", is_flag=True, help="Start it and leave; prints the operation's id.")
 @click.option("-i", "--interactive/--no-stdin", "feed", default=None, help="Pass standard input on. [default: if it is a pipe or a file]")
+@click.option("-t", "--tty", is_flag=True, help="Give it a terminal, ours: -it as with Docker.")
 @click.option("--timeout", default=None, type=float, help="Seconds until the command is killed.")
 @common
 def exec_command(
@@ -324,9 +351,16 @@ def exec_command(
     user: str | None,
     detach: bool,
     feed: bool | None,
+    tty: bool,
     timeout: float | None,
 ) -> int:
-    """Run COMMAND in the sandbox ID. The exit code is the command's."""
+    """Run COMMAND in the sandbox ID. The exit code is the command's.
+
+    \b
+    dsec exec ID -- pytest -q
+    dsec exec -it ID bash
+    dsec exec -d ID -- ./server        prints the operation's id, for `dsec logs ID OP`
+    """
     command = strip_dashes(command)
     if not command:
         raise click.UsageError("which command? dsec exec ID -- COMMAND")
@@ -345,6 +379,8 @@ def exec_command(
                     process.detach()
                 emit({"sandbox": sandbox.id, "op": process.op}) if settings.json else click.echo(process.op)
                 return 0
+            if tty:
+                return await terminal(sandbox, command, env=variables, workdir=workdir, user=user, timeout=timeout)
             wanted = stdio.has_input() if feed is None else feed
             return await follow(settings, sandbox, command, env=variables, workdir=workdir, user=user, timeout=timeout, feed=wanted)
 

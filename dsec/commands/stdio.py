@@ -89,7 +89,7 @@ async def attach(process: Process, *, feed: bool) -> ExecResult:
             stream = sys.stdout if event.stream == "stdout" else sys.stderr
             if event.gap:
                 sys.stderr.write(f"dsec: {event.gap} bytes of {event.stream} are not kept\n")
-            await asyncio.to_thread(_write, stream.buffer.fileno(), event.data)
+            await asyncio.to_thread(write_all, stream.buffer.fileno(), event.data)
         return await process.wait()
     finally:
         if feeding is not None:
@@ -100,7 +100,8 @@ async def attach(process: Process, *, feed: bool) -> ExecResult:
                 raise problem
 
 
-def _write(descriptor: int, data: bytes) -> None:
+def write_all(descriptor: int, data: bytes) -> None:
+    """All of it, however slow the reader is."""
     view = memoryview(data)
     while view:
         view = view[os.write(descriptor, view) :]
