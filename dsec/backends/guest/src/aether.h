@@ -137,7 +137,7 @@ struct op {
     uint8_t killing;
     struct session *session; /* of a shell */
     struct op *shell;        /* of a run: the session that it runs in, until it ends */
-    bool marked;             /* of a run: its shell has said that it is done, what it wrote ends at `until` */
+    bool marked, remembered; /* of a run: its shell has said that it is done, what it wrote ends at `until`; the supervisor knows it */
     uint64_t until[2];
     int32_t pid, wstatus, supervisor; /* supervisor: 0 once it is reaped, since the number may then be another's */
     int64_t started, exited_at, ended, deadline, drain_by, hold_until, kill_by;
@@ -205,6 +205,7 @@ void session_run(struct conn *c, uint32_t request, const struct start *s);
 void session_event(struct op *shell, uint32_t events);
 void session_tap(struct stream *s, size_t n); /* the last n bytes of a shell's stream are also its current run's */
 void session_check(struct op *shell);
+void session_remembered(struct op *shell);
 void session_signal(struct op *run, int signum);
 void session_timer(struct op *run, int64_t now, int64_t *next);
 void session_over(struct op *shell); /* the shell has ended, and its run with it */
@@ -236,7 +237,7 @@ int workdir_make(const struct cred *c);
 /* chronus.c */
 enum stage { AT_FORK = 1, AT_USER, AT_CWD, AT_EXEC, AT_TTY };
 struct report { uint32_t kind; int32_t a, b; }; /* R_STARTED pid | R_FAILED stage errno | R_EXITED wstatus */
-enum { R_STARTED = 1, R_FAILED, R_EXITED };
+enum { R_STARTED = 1, R_FAILED, R_EXITED, R_REMEMBERED };
 struct order { int32_t signum; uint32_t aim; };
 _Noreturn void chronus_main(const struct start *s, int sock, int in, int out, int err);
 void child_clean(int keep); /* after a fork: drop every descriptor above 2 but `keep` */

@@ -139,13 +139,13 @@ static void tell(int sock, uint32_t kind, int a, int b) {
 }
 
 /* The tree below this process, from /proc. */
-struct proc { pid_t pid, parent; bool below, old; };
+struct proc { pid_t pid, parent; bool below, old, dead; };
 static struct proc *table;
 static size_t table_n, table_cap;
 static pid_t *remembered; /* what ran below us before the current run of a session; sorted */
 static size_t remembered_n;
 
-static pid_t parent_of(pid_t pid) {
+static pid_t parent_of(pid_t pid, bool *dead) {
     char path[40], text[512];
     char digits[12];
     int d = 0;
@@ -162,6 +162,7 @@ static pid_t parent_of(pid_t pid) {
     text[n] = 0;
     char *after = strrchr(text, ')'); /* the name may hold anything, brackets too */
     if (!after || strlen(after) < 5) return -1;
+    *dead = after[2] == 'Z';
     /* A zombie counts: it may be a leader whose threads live on, and it is the link to its children. */
     return atoi(after + 4);
 }
@@ -176,7 +177,8 @@ static size_t scan_tree(void) {
     for (struct dirent *e; (e = readdir(d));) {
         pid_t pid = atoi(e->d_name);
         if (pid <= 1) continue;
-        pid_t parent = parent_of(pid);
+        bool dead = false;
+        pid_t parent = parent_of(pid, &dead);
         if (parent < 0) continue;
         if (table_n == table_cap) {
             size_t cap = table_cap ? table_cap * 2 : 256;
@@ -185,7 +187,7 @@ static size_t scan_tree(void) {
             table = grown;
             table_cap = cap;
         }
-        table[table_n++] = (struct proc){pid, parent, false, false};
+        table[table_n++] = (struct proc){pid, parent, false, false, dead};
     }
     closedir(d);
     qsort(table, table_n, sizeof *table, by_pid);
@@ -220,8 +222,10 @@ static void remember(void) {
         if (table[i].below) remembered[remembered_n++] = table[i].pid;
 }
 
-/* What the current run started: all below us but the shell, what was there before it, and what those have started since. */
-static void signal_run(int signum, pid_t shell) {
+/* What the current run started: all below us but the shell, what was there before it, and what those have started since.
+ * How many of them were alive. */
+static size_t signal_run(int signum, pid_t shell) {
+    size_t alive = 0;
     scan_tree();
     for (size_t i = 0; i < table_n; i++)
         table[i].old = table[i].pid != shell && remembered && bsearch(&table[i].pid, remembered, remembered_n, sizeof(pid_t), plain);
@@ -234,7 +238,20 @@ static void signal_run(int signum, pid_t shell) {
         }
     }
     for (size_t i = 0; i < table_n; i++)
-        if (table[i].below && !table[i].old && table[i].pid != shell) kill(table[i].pid, signum);
+        if (table[i].below && !table[i].old && table[i].pid != shell) {
+            kill(table[i].pid, signum);
+            alive += !table[i].dead;
+        }
+    return alive;
+}
+
+/* Until none is left: stopped first, so that nobody starts another meanwhile. Their parent, the shell, reaps most. */
+static void kill_run(pid_t shell) {
+    for (int round = 0; round < 200; round++) {
+        signal_run(SIGSTOP, shell);
+        if (!signal_run(SIGKILL, shell)) return;
+        usleep(round < 20 ? 500 : 5000);
+    }
 }
 
 /* End everything below. Stopping first beats forks that race with the walk: a stopped process makes no more, and once no
@@ -336,8 +353,14 @@ _Noreturn void chronus_main(const struct start *s, int sock, int in, int out, in
             signal_tree(o.signum);
             break;
         case TO_GROUP: kill(-main_pid, o.signum); break; /* the command leads a session, and so a group, of its own */
-        case TO_RUN: signal_run(o.signum, main_pid); break;
-        case TO_MEMORY: remember(); break;
+        case TO_RUN:
+            if (o.signum == SIGKILL) kill_run(main_pid);
+            else signal_run(o.signum, main_pid);
+            break;
+        case TO_MEMORY:
+            remember();
+            tell(sock, R_REMEMBERED, 0, 0);
+            break;
         }
     }
 }

@@ -243,6 +243,10 @@ void op_report(struct op *op) {
         op_free(op); /* nothing ran: the same id may be used again */
         return;
     }
+    if (n == sizeof r && r.kind == R_REMEMBERED) {
+        session_remembered(op);
+        return;
+    }
     /* Its exit, or the supervisor was killed from inside: then its command counts as killed too. */
     over(op, n == sizeof r && r.kind == R_EXITED ? r.a : SIGKILL);
     if (c) send_status(c, op->starter.request, op);

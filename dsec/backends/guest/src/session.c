@@ -147,12 +147,19 @@ void session_tap(struct stream *s, size_t n) {
 
 void session_check(struct op *shell) {
     struct op *run = shell->session->run;
-    if (!run || !run->marked) return;
+    if (!run || !run->marked || !run->remembered) return;
     for (int i = 0; i < 2; i++) {
         struct stream *s = shell->out[i];
         if (!s->eof && s->total < run->until[i]) return;
     }
     finish(shell, run->wstatus);
+}
+
+void session_remembered(struct op *shell) {
+    struct op *run = shell->session->run;
+    if (!run || !run->marked) return;
+    run->remembered = true;
+    session_check(shell);
 }
 
 static void marked(struct op *shell) {
@@ -169,6 +176,11 @@ static void marked(struct op *shell) {
         int waiting = 0;
         if (!shell->out[i]->eof) ioctl(shell->out[i]->w.fd, FIONREAD, &waiting);
         run->until[i] = shell->out[i]->total + (uint64_t)waiting;
+    }
+    if (run->killing) { /* interrupted for good: nothing of it stays, in the background neither */
+        op_order(shell, SIGKILL, TO_RUN);
+        run->killing = 2;
+        run->kill_by = now_ms() + HARD_MS;
     }
     op_order(shell, 0, TO_MEMORY);
     for (int i = 0; i < 2; i++) stream_drain(shell->out[i]);
@@ -212,7 +224,7 @@ void session_signal(struct op *run, int signum) {
 
 /* A run out of time is interrupted, then what it started is killed, and only a shell that is busy itself is ended at last. */
 void session_timer(struct op *run, int64_t now, int64_t *next) {
-    if (run->marked) return;
+    if (run->marked && run->killing != 2) return;
     if (!run->killing && run->deadline && now >= run->deadline) {
         run->timed_out = true;
         run->killing = 1;
