@@ -13,6 +13,7 @@ import sys
 import termios
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -39,7 +40,8 @@ class Person:
 
         environ = {key: value for key, value in os.environ.items() if not key.startswith("DSEC_")} | {"DSEC_URL": url, "TERM": "xterm"}
         command = [sys.executable, "-m", "dsec.cli", *arguments]
-        self.process = subprocess.Popen(command, stdin=self.slave, stdout=self.slave, stderr=self.slave, env=environ, preexec_fn=lead)
+        ends: dict[str, Any] = {"stdin": self.slave, "stdout": self.slave, "stderr": self.slave}
+        self.process = subprocess.Popen(command, env=environ, preexec_fn=lead, **ends)  # noqa: PLW1509 - it only leads a session
 
     def size(self, rows: int, cols: int) -> None:
         fcntl.ioctl(self.master, termios.TIOCSWINSZ, struct.pack("HHHH", rows, cols, 0, 0))
@@ -118,11 +120,10 @@ async def test_the_terminal_is_right_after_every_end(person: type, sandbox: Sand
     assert not me.as_before
     me.process.send_signal(signum)
     assert await me.end() in (-signum, 128 + signum)
-    async with asyncio.timeout(5):
-        while not me.as_before:
-            await asyncio.sleep(0.02)
-        while signum != signal.SIGKILL and [op for op in await sandbox.ops() if op.running]:
-            await asyncio.sleep(0.05)
+    until = time.monotonic() + 5
+    while not me.as_before or (signum != signal.SIGKILL and [op for op in await sandbox.ops() if op.running]):
+        await asyncio.sleep(0.05)
+        assert time.monotonic() < until
 
 
 async def test_detach_and_attach(person: type, sandbox: Sandbox) -> None:  # noqa: F811
