@@ -20,18 +20,22 @@ from libdsec import blocking
 from libdsec.burst import Burst
 from libdsec.client import Client, connect
 from libdsec.files import Files
+from libdsec.forward import Address, Connection, Forward
 from libdsec.process import OutputEvent, Process
 from libdsec.results import ExecFailed, ExecResult, ItemOutcome, Output
 from libdsec.sandbox import Sandbox
 from libdsec.session import Session
 from libdsec.spec import Options, spec
+from libdsec.watch import FileEvent
 
 __all__ = [
+    "Address",
     "Burst",
     "BurstError",
     "Busy",
     "Client",
     "Conflict",
+    "Connection",
     "DeadlineExceeded",
     "Denied",
     "DsecError",
@@ -39,22 +43,24 @@ __all__ = [
     "ExecResult",
     "Exit",
     "ExitReason",
+    "FileEvent",
     "Files",
+    "Forward",
     "InvalidRequest",
     "ItemOutcome",
+    "LayerRef",
     "NodeError",
     "NotFound",
     "Options",
     "Output",
     "OutputEvent",
+    "PackedLayer",
     "Process",
-    "LayerRef",
     "Sandbox",
     "SandboxError",
     "SandboxGone",
     "SandboxInfo",
     "SandboxSpec",
-    "PackedLayer",
     "Session",
     "Stat",
     "State",

@@ -19,6 +19,7 @@ from libdsec.channel import PIECE, Channel
 if TYPE_CHECKING:
     from libdsec.sandbox import Sandbox
 
+AGAIN = 3  # times that a download begins again
 T = TypeVar("T")
 Progress = Callable[[int, int], None]
 
@@ -110,6 +111,19 @@ async def upload_tree(sandbox: Sandbox, user: str, source: Path, target: str, ow
 
 
 async def download_tree(sandbox: Sandbox, user: str, source: str, target: Path, owners: bool, limit: int, progress: Progress | None) -> int:
+    """Again from the beginning when the Edge died with pieces on their way: what is here already is replaced by the same."""
+    for _ in range(AGAIN):
+        try:
+            return await _download_tree(sandbox, user, source, target, owners, limit, progress)
+        except SandboxError as error:
+            if error.reason != "gap":
+                raise
+    return await _download_tree(sandbox, user, source, target, owners, limit, progress)
+
+
+async def _download_tree(
+    sandbox: Sandbox, user: str, source: str, target: Path, owners: bool, limit: int, progress: Progress | None
+) -> int:
     bridge = Bridge()
     stop = threading.Event()
     root = await asyncio.to_thread(_open_target, target)

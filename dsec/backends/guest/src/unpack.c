@@ -536,6 +536,7 @@ static int one(struct member *m) {
     case '6':
         if (mkfifoat(dir, leaf, 0600) && (errno != EEXIST || clear(dir, leaf) || mkfifoat(dir, leaf, 0600))) return failed(m);
         if (own(m, dir, leaf, -1) < 0 || fchmodat(dir, leaf, m->mode & 01777, 0)) return failed(m);
+        utimensat(dir, leaf, (struct timespec[]){m->mtime, m->mtime}, AT_SYMLINK_NOFOLLOW);
         return 0;
     case '3': case '4':
         if (!devices_noted) svc_note("device nodes were left out");

@@ -93,27 +93,27 @@ static void moved_away(const char *path) {
         }
 }
 
-static void event(int top, const struct inotify_event *e, const char *root) {
+/* False: nothing is left to watch. */
+static bool event(int top, const struct inotify_event *e, const char *root) {
     if (e->mask & IN_Q_OVERFLOW) {
         say("overflow", true, root);
-        return;
+        return true;
     }
     const char *parent = path_of(e->wd);
-    if (!parent) return;
+    if (!parent) return true;
     bool dir = e->mask & IN_ISDIR;
     if (e->mask & (IN_IGNORED | IN_DELETE_SELF)) {
         if (e->mask & IN_DELETE_SELF && !strcmp(parent, root)) {
             say("removed", true, root);
-            svc_flush();
-            _exit(0); /* nothing is left to watch */
+            return false;
         }
         for (int i = 0; i < seen_n && e->mask & IN_IGNORED; i++)
             if (seen[i].wd == e->wd) forget(i--);
-        return;
+        return true;
     }
-    if (!e->len) return; /* of the directory itself: told by its parent */
+    if (!e->len) return true; /* of the directory itself: told by its parent */
     char path[MAX_PATH];
-    if (snprintf(path, sizeof path, "%s/%s", strcmp(parent, "/") ? parent : "", e->name) >= (int)sizeof path) return;
+    if (snprintf(path, sizeof path, "%s/%s", strcmp(parent, "/") ? parent : "", e->name) >= (int)sizeof path) return true;
     say(e->mask & IN_CREATE       ? "created"
         : e->mask & IN_CLOSE_WRITE ? "changed"
         : e->mask & IN_ATTRIB      ? "attributes"
@@ -121,12 +121,13 @@ static void event(int top, const struct inotify_event *e, const char *root) {
         : e->mask & IN_MOVED_FROM  ? "moved_from"
                                    : "moved_to",
         dir, path);
-    if (!dir || !recursive) return;
+    if (!dir || !recursive) return true;
     if (e->mask & IN_MOVED_FROM) moved_away(path);
     if (e->mask & (IN_CREATE | IN_MOVED_TO)) {
         int fd = open_beneath(top, path, O_RDONLY | O_DIRECTORY | O_NOFOLLOW, 0);
         if (fd >= 0) add_tree(fd, path, e->mask & IN_CREATE, 1);
     }
+    return true;
 }
 
 int watch_main(const char *path, const char *options) {
@@ -153,7 +154,9 @@ int watch_main(const char *path, const char *options) {
         for (ssize_t at = 0; at < got;) {
             const struct inotify_event *next = (const struct inotify_event *)(buffer + at);
             at += (ssize_t)(sizeof *next + next->len);
-            event(top, next, root);
+            if (event(top, next, root)) continue;
+            svc_flush();
+            return 0;
         }
     }
 }
