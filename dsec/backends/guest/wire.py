@@ -133,8 +133,18 @@ class Start(enum.IntFlag):
 
 
 VERBS = {
-    "read": 1, "write": 2, "stat": 3, "list": 4, "mkdir": 5, "remove": 6, "rename": 7,
-    "chmod": 8, "chown": 9, "symlink": 10, "link": 11, "touch": 12,
+    "read": 1,
+    "write": 2,
+    "stat": 3,
+    "list": 4,
+    "mkdir": 5,
+    "remove": 6,
+    "rename": 7,
+    "chmod": 8,
+    "chown": 9,
+    "symlink": 10,
+    "link": 11,
+    "touch": 12,
 }
 _KIND_NAMES = {"f": "file", "d": "dir", "l": "link", "p": "fifo", "s": "socket", "c": "char", "b": "block", "?": "gone"}
 KINDS = {ord(letter): name for letter, name in _KIND_NAMES.items()}
