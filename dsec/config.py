@@ -97,15 +97,11 @@ class ContainerConfig(Room, frozen=True):
 
 
 class NetworkConfig(Room, frozen=True):
-    ipv4_range: Annotated[str, Meta(description="private addresses of open sandboxes; each Edge takes a free block")] = (
-        "10.208.0.0/12"
-    )
+    ipv4_range: Annotated[str, Meta(description="private addresses of open sandboxes; each Edge takes a free block")] = "10.208.0.0/12"
     ipv4_block: Annotated[int, Meta(ge=8, le=29, description="prefix length of an Edge's block; /18 has room for 16,381 sandboxes")] = 18
     ipv6: Annotated[bool, Meta(description="IPv6 for open sandboxes, where the node forwards it")] = True
     ipv6_prefix: Annotated[str, Meta(description="a /64 for open sandboxes; empty = a unique local one made from the Edge's name")] = ""
-    deny: Annotated[
-        tuple[str, ...], Meta(description="networks that no sandbox reaches, beside node, sandboxes, metadata and bus")
-    ] = ()
+    deny: Annotated[tuple[str, ...], Meta(description="networks that no sandbox reaches, beside node, sandboxes, metadata and bus")] = ()
     upstreams: Annotated[tuple[str, ...], Meta(description="resolvers, ADDRESS or ADDRESS@PORT; empty = those of /etc/resolv.conf")] = ()
     connections: Annotated[int, Meta(ge=1, le=1_000_000, description="connections of a sandbox at one time")] = 4_096
     mtu: Annotated[int, Meta(ge=0, le=65_535, description="MTU of sandboxes' interfaces; 0 = that of the node's way out")] = 0
@@ -113,6 +109,14 @@ class NetworkConfig(Room, frozen=True):
 
 class LayersConfig(Room, frozen=True):
     store_dir: Annotated[str, Meta(description="layer store of this node; empty = <edge.state_dir>/layers")] = ""
+    remote: Annotated[
+        str, Meta(description="store that nodes share: a directory, s3://bucket/prefix or https://host/prefix; empty = none")
+    ] = ""
+    on_demand: Annotated[bool, Meta(description="fill layers of the remote store as they are read, where the kernel can")] = True
+    patience_ms: Annotated[
+        int, Meta(ge=100, le=600_000, description="how long a reader waits for a remote store that does not answer; then EIO")
+    ] = 10_000
+    cache_bytes: Annotated[int, Meta(ge=0, description="disk for layers of the remote store; unused ones are evicted; 0 = no limit")] = 0
 
 
 class UpConfig(Room, frozen=True):

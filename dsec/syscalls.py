@@ -59,6 +59,17 @@ MOUNT_ATTR_NOATIME = 0x10
 MOUNT_ATTR_NODIRATIME = 0x80
 MOUNT_ATTR_IDMAP = 0x100000
 
+# fanotify(7), pre-content events (Linux 6.14)
+FAN_CLOEXEC = 0x1
+FAN_NONBLOCK = 0x2
+FAN_CLASS_PRE_CONTENT = 0x8
+FAN_UNLIMITED_QUEUE = 0x10
+FAN_MARK_ADD = 0x1
+FAN_PRE_ACCESS = 0x100000
+FAN_ALLOW = 0x1
+FAN_DENY = 0x2
+FAN_EVENT_INFO_TYPE_RANGE = 6
+
 # clone(2), unshare(2), setns(2)
 CLONE_VM = 0x100
 CLONE_VFORK = 0x4000
@@ -121,7 +132,7 @@ class _OpenHow(ctypes.Structure):
 def disabled(name: str) -> bool:
     """True when ``DSEC_DISABLE`` (comma separated) names this feature: the kernel is to be treated as if it lacked it.
 
-    Names in use: erofs_file, erofs_loop, mkfs_erofs, directio, overlay_fd, userns.
+    Names in use: erofs_file, erofs_loop, mkfs_erofs, directio, fanotify, overlay_fd, userns.
     """
     return name in os.environ.get("DSEC_DISABLE", "").replace(" ", "").split(",")
 
@@ -434,3 +445,36 @@ def fanotify_mark(fd: int, flags: int, mask: int, path: str) -> None:
     call = _libc.fanotify_mark(ctypes.c_int(fd), ctypes.c_uint(flags), ctypes.c_uint64(mask), ctypes.c_int(AT_FDCWD), os.fsencode(path))
     if call < 0:
         raise oserror("fanotify_mark", path)
+
+
+def fanotify_event(data: bytes | memoryview) -> tuple[int, int, int] | None:
+    """The first pre-content event in what was read: ``(descriptor, offset, length)``; None for an overflow or for nothing.
+
+    struct fanotify_event_metadata, then records of which FAN_EVENT_INFO_TYPE_RANGE says what is to be read; without one it is all.
+    """
+    if len(data) < 24:
+        return None
+    length, _, _, head, _, fd, _ = struct.unpack_from("=IBBHQii", data)
+    if length < 24 or fd < 0:
+        return None
+    at = head
+    while at + 24 <= min(length, len(data)):
+        kind, _, size = struct.unpack_from("=BBH", data, at)
+        if kind == FAN_EVENT_INFO_TYPE_RANGE:
+            _, offset, count = struct.unpack_from("=IQQ", data, at + 4)
+            return fd, offset, count
+        at += max(size, 4)
+    return fd, 0, 1 << 62
+
+
+def fanotify_answer(fanotify: int, event_fd: int, error: int = 0) -> bool:
+    """Lets the reader go on, or gives it an errno. False when no event with this descriptor's number waits (any more).
+
+    The kernel looks for the number alone: a process that never had the descriptor can answer for one that died with it.
+    """
+    verdict = FAN_DENY | (error & 0xFF) << 24 if error else FAN_ALLOW
+    try:
+        os.write(fanotify, struct.pack("=iI", event_fd, verdict))
+    except FileNotFoundError:
+        return False
+    return True

@@ -7,7 +7,7 @@ import contextlib
 import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import urlsplit
 
 import msgspec
@@ -19,6 +19,7 @@ from dsec.backends.plan import Node, make_plan
 from dsec.config import Config
 from dsec.errors import InvalidRequest, NotFound, Unsupported
 from dsec.layers import stack
+from dsec.layers.fetch import NodeLayers
 from dsec.layers.store import LayerConfig, LayerStore
 from dsec.model import LayerRef, SandboxId, SandboxSpec
 
@@ -69,7 +70,7 @@ class FakePlanner:
 class LayerPlanner:
     """A backend whose root is a stack of layers of this node's store."""
 
-    def __init__(self, backend: ContainerBackend, layers: LayerStore) -> None:
+    def __init__(self, backend: ContainerBackend, layers: NodeLayers) -> None:
         self.backend: Backend = backend
         self._container = backend
         self.layers = layers
@@ -80,6 +81,7 @@ class LayerPlanner:
         return self._container.node
 
     async def resolve(self, spec: SandboxSpec) -> Resolved:
+        await self.layers.ensure(name for _, _, name in stack.names(spec))
         refs = stack.build(spec, self.layers.lookup).lowers
         for ref in refs:
             if ref.digest not in self._configs:
@@ -97,6 +99,28 @@ async def bus_endpoints(urls: str) -> tuple[tuple[str, int], ...]:
             for entry in await asyncio.get_running_loop().getaddrinfo(parts.hostname, parts.port or 4222, type=socket.SOCK_STREAM):
                 found.add((str(entry[4][0]).partition("%")[0], int(entry[4][1])))
     return tuple(sorted(found))
+
+
+def node_layers(config: Config) -> NodeLayers:
+    """This node's layer store, and the remote one where one is configured. Raises `NodeError`, `InvalidRequest`, `Unsupported`."""
+    room = config.layers
+    store = LayerStore(room.store_dir or Path(config.edge.state_dir) / "layers")
+    if not room.remote:
+        return NodeLayers(store)
+    from dsec.layers.remote import RemoteStore
+
+    return NodeLayers(store, RemoteStore(room.remote), cache=room.cache_bytes, lazy=room.on_demand, patience=room.patience_ms / 1e3)
+
+
+def layer_news(news: dict[str, Any]) -> None:
+    """Log what becomes of layers that are loaded on demand."""
+    what = news["what"]
+    if what == "trouble":
+        log.warning("layer.trouble", layer=news["name"], why=news["text"])
+    elif what == "loader_died":
+        log.error("layer.loader_died", deaths=news["deaths"])
+    else:
+        log.info("layer.news", what=what, **{key: value for key, value in news.items() if key not in ("event", "what")})
 
 
 class Host:
@@ -133,7 +157,7 @@ class Host:
         if name == "container":
             from dsec.backends.container import ContainerBackend, Options
 
-            layers = LayerStore(self.config.layers.store_dir or Path(state_dir) / "layers")
+            layers = node_layers(self.config)
             options = Options(
                 edge=self.edge,
                 state_dir=state_dir,
@@ -142,10 +166,12 @@ class Host:
                 cgroup_root=self.config.container.cgroup_root,
                 memory=capacity.room(self.config.edge, capacity.node_has()[0]),
                 userns=self.config.container.userns,
+                remote=bool(self.config.layers.remote),
                 network=self.config.network,
                 bus=await bus_endpoints(self.config.bus.url),
             )
             container = ContainerBackend(options, layers)
+            container.on_layer = layer_news
             await container.open()
             return LayerPlanner(container, layers)
         raise InvalidRequest("no such backend", field="edge.backends", value=name, fix="use container or fake")

@@ -62,6 +62,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     cgroup_root: str = ""  # "" = dsec
     memory: int = 0  # bytes that all sandboxes together may use; 0 = no such limit
     userns: bool = True
+    remote: bool = False  # layers may come from a remote store
     launcher: str = ""  # paths of the static programs; "" = the package's own, built when absent
     guest: str = ""
     holder_linger: float = 30.0
@@ -80,10 +81,13 @@ class ContainerBackend:
         state = options.state_dir
         self._sandboxes = f"{state}/sandboxes"
         self._run = runtime.socket_dir(state)
-        self._holder = HolderClient(f"{self._run}/holder", on_exit=self._on_exit, on_lost=self._on_lost)
+        self._holder = HolderClient(
+            f"{self._run}/holder", on_exit=self._on_exit, on_lost=self._on_lost, on_layer=lambda news: self.on_layer(news)
+        )
         self.network = OpenNetwork(options.network, options.edge, state, self._run, options.bus, options.holder_linger)
         self._instances: dict[str, ContainerInstance] = {}
         self._launching: set[str] = set()
+        self.on_layer: Callable[[dict[str, Any]], None] = lambda _: None  # what becomes of layers that are loaded on demand
         self._ends: dict[str, End] = {}
         self._releases: dict[str, asyncio.Task[None]] = {}
         self._mounted: dict[str, asyncio.Task[None]] = {}
@@ -175,6 +179,9 @@ class ContainerBackend:
                 except Unavailable:  # we met one that was just ending
                     if last:
                         raise
+            await self._holder.restore_kits()
+            if self.options.remote:
+                await self._holder.request("loader")  # it takes a moment to start: before the first layer needs it
             self._root, self._prefix, self._by_paths = hello["root"], hello["prefix"], hello["by_paths"]
 
     async def close(self) -> None:
@@ -218,8 +225,7 @@ class ContainerBackend:
         await asyncio.shield(task)
 
     async def _mount_once(self, digest: str) -> None:
-        mount = await self.layers.mount_plan(digest)
-        await self._holder.request("layer", key=digest, mount=msgspec.to_builtins(mount))
+        await self._holder.mount_layer(digest, self.layers.mount_plan)
 
     async def launch(self, plan: LaunchPlan) -> ContainerInstance:
         if plan.ulid in self._launching or plan.ulid in self._instances:
@@ -544,6 +550,9 @@ class ContainerBackend:
             if isinstance(result, BaseException) and not isinstance(result, DsecError):
                 raise result
         return tuple(ulid for ulid, result in zip(strays, results, strict=True) if result is None)
+
+    def _on_layer(self, news: dict[str, Any]) -> None:
+        self.on_layer(news)
 
     def _on_lost(self) -> None:
         if not self._closed:

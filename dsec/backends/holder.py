@@ -9,7 +9,8 @@ or when no Edge has been there for a while and nothing lives.
 Messages are JSON in SEQPACKET frames: ``{"id": n, "op": …}`` is answered by ``{"id": n, "ok": {…}}`` or ``{"id": n, "error": text}``;
 ``{"event": "exit", …}`` comes by itself. Descriptors travel beside them (SCM_RIGHTS). Only the same user may connect.
 
-Only the standard library, dsec.syscalls and dsec.layers.mounts are imported, and everything runs in one thread: start-up 60 ms, 15 MiB.
+Only the standard library, dsec.syscalls and of dsec.layers `mounts` and `lazy` are imported, and everything runs in one thread: start-up
+60 ms, 15 MiB.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ import time
 from typing import Any
 
 from dsec import syscalls
+from dsec.backends.holder_parts import Call, Edge, Refused
+from dsec.backends.ondemand import OnDemand
 
 _COMM = ctypes.create_string_buffer(b"dsec-holder")
 MAX_MESSAGE = 128 * 1024
@@ -42,10 +45,6 @@ MAX_LAYERS_A_LAUNCH = 64
 GUEST_LAYER = "guest"
 # Directories that exist everywhere and that nothing here needs: one of them is covered, in our own namespace only.
 ROOTS = ("/mnt", "/media", "/srv", "/opt", "/home")
-
-
-class Refused(Exception):
-    """The request cannot be done; the text goes to the Edge."""
 
 
 class Sandbox:
@@ -64,31 +63,12 @@ class Sandbox:
         self.reply: tuple[Edge, int] | None = None
 
 
-class Edge:
-    """A connected Edge."""
-
-    def __init__(self, sock: socket.socket) -> None:
-        self.sock = sock
-
-
-class Call:
-    """One request: its fields, the descriptors that came with it and who asks."""
-
-    def __init__(self, message: dict[str, Any], fds: list[int], edge: Edge) -> None:
-        self.message = message
-        self.fds = fds
-        self.edge = edge
-
-    def __getitem__(self, field: str) -> Any:
-        return self.message[field]
-
-
-class Holder:
+class Holder(OnDemand):
     def __init__(self, listener: socket.socket, launcher: str, linger: float) -> None:
+        super().__init__()
         self.listener = listener
         self.launcher = launcher
         self.linger = linger
-        self.epoll = select.epoll()
         self.edges: dict[int, Edge] = {}
         self.layers: dict[str, int] = {}
         self.pins: dict[str, int] = {}
@@ -192,11 +172,13 @@ class Holder:
             mount = msgspec.convert(call["mount"], LayerMount)
             pin = pin_layer(mount)  # `dsec layer rm` and gc leave a layer alone while this is open
             try:
-                self._hold(call["key"], open_layer(mount))
+                marked = self.mark(mount)  # before the mount: a mount that came first would read holes as zeros
+                self._hold(call["key"], open_layer(mount, marked=marked))
             except BaseException:
                 os.close(pin)
                 raise
             self.pins[call["key"]] = pin
+        self.hand_out(call["key"], call)
         return {}
 
     def op_drop_layer(self, call: Call) -> dict[str, Any]:
@@ -206,6 +188,7 @@ class Holder:
             if place := self.attached.pop(call["key"], ""):
                 syscalls.umount2(place, syscalls.MNT_DETACH)
                 os.rmdir(place)
+            self.unmark(call["key"])
         return {}
 
     def op_launch(self, call: Call) -> dict[str, Any] | None:
@@ -377,6 +360,7 @@ class Holder:
     def _reap_strays(self) -> None:
         """Wait for children that nobody watches: what a killed runtime left. Walks all children, so only after such a kill."""
         known = {box.pid for box in self.sandboxes.values()} | {box.launcher_pid for box in self.sandboxes.values()}
+        known.add(self.loader_pid)
         while True:
             try:
                 found = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -396,6 +380,8 @@ class Holder:
                     self._accept()
                 elif fd in self.edges:
                     self._read(self.edges[fd])
+                elif self.loader_event(fd):
+                    continue
                 elif fd in self.by_fd:
                     kind, box = self.by_fd[fd]
                     (self.launcher_ended if kind == "launcher" else self.init_ended)(box)
@@ -466,11 +452,11 @@ class Holder:
             box.reply = None
             self._send(edge, {"id": number, **body})
 
-    def _send(self, edge: Edge, body: dict[str, Any]) -> None:
+    def _send(self, edge: Edge, body: dict[str, Any], fds: tuple[int, ...] = ()) -> None:
         if edge.sock.fileno() < 0:
             return
         try:
-            edge.sock.send(json.dumps(body).encode())
+            edge.sock.sendmsg([json.dumps(body).encode()], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else [])
         except OSError:
             self._drop(edge)
 
@@ -575,6 +561,7 @@ def main() -> None:
         os.write(ready, b"1")
         os.close(ready)
         holder.serve()
+        holder.end_loader()
     finally:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(options.socket)

@@ -5,29 +5,45 @@ from __future__ import annotations
 import array
 import asyncio
 import contextlib
+import errno
 import itertools
 import json
 import os
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from dsec.errors import NodeError, Unavailable
+from dsec.layers.mounts import LayerMount
 
 START_TIMEOUT = 20.0
+BUSY_TIMEOUT = 600.0
 ANOTHER_SERVES = 3  # the exit code of a holder that found the socket served
 MAX_MESSAGE = 128 * 1024
 _POLL = 0.01
 
 
 class HolderClient:
-    """One connection. ``on_exit(ulid, status)`` is called for each sandbox that ends, ``on_lost()`` when the holder is gone."""
+    """One connection. ``on_exit(ulid, status)`` is called for each sandbox that ends, ``on_lost()`` when the holder is gone,
+    ``on_layer(news)`` for what becomes of layers that are loaded on demand."""
 
-    def __init__(self, path: str, *, on_exit: Callable[[str, dict[str, Any]], None], on_lost: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        path: str,
+        *,
+        on_exit: Callable[[str, dict[str, Any]], None],
+        on_lost: Callable[[], None],
+        on_layer: Callable[[dict[str, Any]], None] | None = None,
+    ) -> None:
         self.path = path
+        self.kits: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {}  # of layers loaded on demand: kept while the holder may die
+        self._on_layer = on_layer
         self._on_exit = on_exit
         self._on_lost = on_lost
         self._sock: socket.socket | None = None
@@ -88,7 +104,7 @@ class HolderClient:
         finally:
             self._waiting.pop(number, None)
         if "error" in answer:
-            raise NodeError(str(answer["error"]), reason="holder")
+            raise NodeError(str(answer["error"]), reason="busy" if answer.get("errno") == errno.EBUSY else "holder")
         ok: dict[str, Any] = answer["ok"]
         return ok
 
@@ -101,8 +117,33 @@ class HolderClient:
             after = max(page)
         return found
 
+    def drop_kit(self, name: str) -> None:
+        """Let go of what keeps a layer's readers waiting instead of reading zeros: it is whole, or mounted nowhere."""
+        for fd in self.kits.pop(name, ({}, ()))[1]:
+            os.close(fd)
+
+    async def mount_layer(self, digest: str, plan: Callable[[str], Awaitable[LayerMount]]) -> None:
+        """Have the holder mount a layer as ``plan`` says, once. A worker that outlived an earlier holder and its Edge may still complete
+        the layer: then it is waited for. Raises `NodeError`, `Unavailable`."""
+        end = time.monotonic() + BUSY_TIMEOUT
+        while True:
+            mount = await plan(digest)
+            try:
+                await self.request("layer", key=digest, mount=msgspec.to_builtins(mount))
+            except NodeError as error:
+                if error.reason != "busy" or time.monotonic() > end:
+                    raise
+                await asyncio.sleep(0.2)
+            else:
+                return
+
+    async def restore_kits(self) -> None:
+        """Give a new holder the kits of the one before it."""
+        for spec, fds in list(self.kits.values()):
+            await self.request("restore", fds=fds, spec=spec)
+
     def close(self) -> None:
-        """Let go; the holder stays."""
+        """Let go; the holder stays. Kits stay too, for the next one."""
         if self._sock is not None and self._loop is not None:
             self._loop.remove_reader(self._sock.fileno())
             self._loop.remove_writer(self._sock.fileno())
@@ -147,17 +188,28 @@ class HolderClient:
             if self._sock is None:
                 return
             try:
-                data = self._sock.recv(MAX_MESSAGE)
+                data, ancillary, _, _ = self._sock.recvmsg(MAX_MESSAGE, socket.CMSG_SPACE(16), socket.MSG_CMSG_CLOEXEC)
             except BlockingIOError:
                 return
             except OSError:
-                data = b""
+                data, ancillary = b"", []
+            fds = array.array("i")
+            for _, _, payload in ancillary:
+                fds.frombytes(payload[: len(payload) - len(payload) % 4])
             if not data:
                 self._lost()
                 return
             message = json.loads(data)
             if message.get("event") == "exit":
                 self._on_exit(message["ulid"], message["exit"])
+            elif message.get("event") == "kit":
+                self.drop_kit(message["spec"]["name"])
+                self.kits[message["spec"]["name"]] = (message["spec"], tuple(fds))
+            elif message.get("event") == "layer":
+                if message["what"] == "released":
+                    self.drop_kit(message["name"])
+                elif self._on_layer is not None:
+                    self._on_layer(message)
             elif (future := self._waiting.get(message.get("id"))) is not None and not future.done():
                 future.set_result(message)
 
@@ -175,6 +227,7 @@ def _spawn(argv: Sequence[str], log: str) -> int:
     """A process of its own session, with nothing of our environment but what it needs; returns when its child serves."""
     root = str(Path(__file__).resolve().parents[2])
     env = {name: os.environ[name] for name in ("PATH", "DSEC_DISABLE", "LD_LIBRARY_PATH") if name in os.environ}
+    env |= {name: value for name, value in os.environ.items() if name.startswith("AWS_")}  # the loader reads from S3
     env["PYTHONPATH"] = root
     with open(log, "ab") as out:
         done = subprocess.run(

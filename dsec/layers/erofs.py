@@ -85,14 +85,18 @@ def survey(tree: str, prune: bool = False) -> Survey:
     return Survey(entries, size, max(newest, 0), sockets)
 
 
-async def build(tree: str, image: str, found: Survey, *, all_root: bool = False, progress: tools.Progress = tools.silent) -> None:
+async def build(
+    tree: str, image: str, found: Survey, *, all_root: bool = False, blob: str = "", progress: tools.Progress = tools.silent
+) -> None:
     """Write ``image`` from ``tree``, uncompressed (pages are shared by all sandboxes, and on-demand loading needs plain offsets).
 
-    Extended attributes (file capabilities, ACLs, user.*) are kept. ``all_root``: every entry belongs to root. Raises `NodeError`
-    and leaves no image when mkfs.erofs fails, `Unsupported` when it is missing.
+    With ``blob`` the image holds the metadata alone and the files' data goes to that file, in 64 KiB units of which equal ones are kept
+    once (`manifest`). Extended attributes (file capabilities, ACLs, user.*) are kept. ``all_root``: every entry belongs to root. Raises
+    `NodeError` and leaves no image when mkfs.erofs fails, `Unsupported` when it is missing.
     """
     program = tools.find("mkfs.erofs", "erofs-utils")
-    argv = [program, "--quiet", "-U", _UUID, *(["--all-root"] if all_root else []), image, tree]
+    argv = [program, "--quiet", "-U", _UUID, *(["--all-root"] if all_root else [])]
+    argv += [*(["--chunksize=65536", f"--blobdev={blob}"] if blob else []), image, tree]
     try:
         await tools.run(argv, env={"SOURCE_DATE_EPOCH": str(found.newest)}, progress=progress)
         if not is_image(image):  # 1.5 exits 0 after some failures to write

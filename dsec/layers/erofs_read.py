@@ -3,11 +3,12 @@
 fsck.erofs 1.5 could extract too, but it loses set-id bits, hard links and extended attributes, so a base's sudo or ping would
 break without a word. The format is small (Linux, fs/erofs/erofs_fs.h): a superblock at 1024, inodes of 32 or 64 bytes at multiples of
 32, directories as blocks of (entry…, name…), data in whole blocks with the tail behind the inode. Images of this project are
-uncompressed and whole; compressed, chunked or multi-device ones are refused. Blocking: run it in a thread.
+uncompressed, and either whole or spread over metadata and one blob; compressed ones are refused. Blocking: run it in a thread.
 """
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import stat
@@ -23,7 +24,10 @@ _SUPERBLOCK = struct.Struct("<4s I I B B H Q Q I I I I 16s 16s I")
 _COMPACT = struct.Struct("<H H H H I I I I H H I")
 _EXTENDED = struct.Struct("<H H H H Q I I I I Q I I 16x")
 _DIRENT = struct.Struct("<Q H B B")
-_PLAIN, _INLINE = 0, 2  # data layouts: whole blocks; whole blocks and a tail behind the inode
+_PLAIN, _INLINE, _CHUNKED = 0, 2, 4  # data layouts: whole blocks; whole blocks and a tail behind the inode; pieces, by an index
+_ZERO_PADDING, _CHUNKED_FILE, _DEVICE_TABLE = 0x1, 0x4, 0x8
+_CHUNK = struct.Struct("<H H I")
+_HOLE = 0xFFFFFFFF
 _PREFIXES = {1: "user.", 2: "system.posix_acl_access", 3: "system.posix_acl_default", 4: "trusted.", 6: "security."}
 _MAX_NAME = 255
 
@@ -39,7 +43,7 @@ class Inode(msgspec.Struct, frozen=True):
     mtime_ns: int
     nlink: int
     layout: int
-    start: int  # of the whole blocks, in bytes; the device number for devices
+    start: int  # of the whole blocks, in bytes; the device number for devices; log2 of a chunk's blocks for chunked files
     tail: int
     xattrs: tuple[tuple[str, bytes], ...]
 
@@ -47,14 +51,15 @@ class Inode(msgspec.Struct, frozen=True):
 class Image:
     """An image's files by inode number. Raises `NodeError` for a damaged image, `Unsupported` for a kind that it cannot read."""
 
-    def __init__(self, data: bytes | mmap.mmap) -> None:
+    def __init__(self, data: bytes | mmap.mmap, blob: bytes | mmap.mmap = b"") -> None:
         self._data = data
+        self._blob = blob
         try:
             (_, _, _, bits, _, self.root, _, self._built, _, _, meta, xattr, _, _, needs) = _SUPERBLOCK.unpack_from(data, 1024)
         except struct.error as error:
             raise NodeError("the image is truncated", retryable=False) from error
-        if needs & ~0x1:  # 0x1: zero padding, says nothing about uncompressed data
-            raise Unsupported("the image is compressed, chunked or spread over devices", reason=f"feature_incompat {needs:#x}")
+        if needs & ~(_ZERO_PADDING | _CHUNKED_FILE | _DEVICE_TABLE):  # zero padding says nothing about uncompressed data
+            raise Unsupported("the image is compressed, or of a kind unknown here", reason=f"feature_incompat {needs:#x}")
         self._block = 1 << bits
         self._meta = meta << bits
         self._shared = xattr << bits
@@ -74,10 +79,14 @@ class Image:
         except (struct.error, IndexError, KeyError, UnicodeDecodeError) as error:
             raise NodeError(f"the image is damaged at inode {nid}", retryable=False) from error
         layout = form >> 1 & 7
-        if layout not in (_PLAIN, _INLINE):
-            raise Unsupported("the image is compressed or chunked", reason=f"inode {nid} has data layout {layout}")
+        if layout not in (_PLAIN, _INLINE, _CHUNKED):
+            raise Unsupported("the image is compressed", reason=f"inode {nid} has data layout {layout}")
         device = stat.S_ISCHR(mode) or stat.S_ISBLK(mode)
         tail = at + (12 + 4 * (icount - 1) if icount else 0)
+        if layout == _CHUNKED and not device:
+            if not union & 0x20:
+                raise Unsupported("the image's chunks have no index", reason=f"inode {nid} has chunk format {union & 0xFFFF:#x}")
+            return Inode(nid, mode, uid, gid, size, mtime * 1_000_000_000 + nsec, nlink, layout, union & 0x1F, tail, xattrs)
         return Inode(
             nid, mode, uid, gid, size, mtime * 1_000_000_000 + nsec, nlink, layout, union if device else union * self._block, tail, xattrs
         )
@@ -105,6 +114,9 @@ class Image:
 
     def content(self, inode: Inode) -> Iterator[bytes]:
         """The file's bytes in pieces of at most 1 MiB."""
+        if inode.layout == _CHUNKED:
+            yield from self._chunks(inode)
+            return
         inline = inode.size % self._block if inode.layout == _INLINE else 0
         whole = inode.size - inline
         if max(inode.start + whole if whole else 0, inode.tail + inline if inline else 0) > len(self._data):
@@ -113,6 +125,24 @@ class Image:
             yield bytes(self._data[inode.start + offset : inode.start + min(offset + (1 << 20), whole)])
         if inline:
             yield bytes(self._data[inode.tail : inode.tail + inline])
+
+    def _chunks(self, inode: Inode) -> Iterator[bytes]:
+        size = self._block << inode.start
+        at = (inode.tail + 7) & ~7
+        for number in range(-(-inode.size // size)):
+            length = min(size, inode.size - number * size)
+            try:
+                _, device, block = _CHUNK.unpack_from(self._data, at + number * _CHUNK.size)
+            except struct.error as error:
+                raise NodeError(f"the image is damaged at inode {inode.nid}", retryable=False) from error
+            if block == _HOLE:
+                yield bytes(length)
+                continue
+            source = self._blob if device else self._data
+            piece = bytes(source[block * self._block : block * self._block + length])
+            if len(piece) != length:
+                raise NodeError(f"the image is truncated: inode {inode.nid} lies beyond its end", retryable=False)
+            yield piece
 
     def entries(self, inode: Inode) -> Iterator[tuple[bytes, int]]:
         """A directory's names with their inode numbers, without ``.`` and ``..``."""
@@ -134,13 +164,15 @@ class Image:
                 yield name, nid
 
 
-def unpack(path: str, target: Path) -> None:
-    """Unpack an image into a new directory, as root, with everything that the image says of each file.
+def unpack(path: str, target: Path, blob: str = "") -> None:
+    """Unpack an image (with its ``blob``, when its data lies apart) into a new directory, as root, with everything that the image says of
+    each file.
 
     Raises `NodeError` (damaged image, disk) and `Unsupported`; what was unpacked before an error stays for the caller to remove.
     """
-    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as data:
-        image = Image(data)
+    with contextlib.ExitStack() as stack:
+        data = _map(stack, path)
+        image = Image(data, _map(stack, blob) if blob else b"")
         made: dict[int, bytes] = {}
         open_directories: set[int] = set()
 
@@ -167,6 +199,13 @@ def unpack(path: str, target: Path) -> None:
             raise NodeError(f"cannot unpack the image: {error}") from error
 
 
+def _map(stack: contextlib.ExitStack, path: str) -> bytes | mmap.mmap:
+    with open(path, "rb") as file:
+        if not os.fstat(file.fileno()).st_size:
+            return b""
+        return stack.enter_context(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ))
+
+
 def _make(image: Image, inode: Inode, where: bytes) -> None:
     if stat.S_ISREG(inode.mode):
         fd = os.open(where, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
@@ -183,6 +222,8 @@ def _make(image: Image, inode: Inode, where: bytes) -> None:
         os.mkfifo(where, 0o600)
     elif stat.S_ISCHR(inode.mode) and inode.start == 0:
         os.mknod(where, stat.S_IFCHR, 0)  # overlayfs's whiteout
+    elif stat.S_ISSOCK(inode.mode):
+        os.mknod(where, stat.S_IFSOCK | 0o600)
     else:
         raise Unsupported("the image holds a device node", value=os.fsdecode(where), reason=f"mode {inode.mode:o}")
 
@@ -195,5 +236,3 @@ def _finish(inode: Inode, where: bytes) -> None:
     for key, value in inode.xattrs:
         os.setxattr(where, key, value, follow_symlinks=False)
     os.utime(where, ns=(inode.mtime_ns, inode.mtime_ns), follow_symlinks=False)
-    elif stat.S_ISSOCK(inode.mode):
-        os.mknod(where, stat.S_IFSOCK | 0o600)

@@ -36,6 +36,27 @@ _ATTRIBUTES = syscalls.MOUNT_ATTR_RDONLY | syscalls.MOUNT_ATTR_NODEV
 _NO_FILE_BACKED = frozenset({errno.ENOTBLK, errno.ENODEV, errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS})
 
 
+class Lazy(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Where the chunks of a partly filled blob come from (`lazy`, `loader`).
+
+    ``name``: the layer's digest; ``remote``: URL of the store; ``manifest``: path of the manifest; ``touched``: where the order of first
+    reads is written; ``ahead``: chunks to fetch unasked; ``patience``: seconds that a reader waits for a store that cannot be reached
+    before it gets EIO.
+    """
+
+    name: str
+    remote: str
+    manifest: str
+    touched: str = ""
+    ahead: tuple[int, ...] = ()
+    patience: float = 10.0
+
+
+def bitmap(data: str) -> str:
+    """Which chunks of a blob are there; no such file when the blob is whole."""
+    return data + ".map"
+
+
 class LayerMount(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How one layer is mounted on this node.
 
@@ -43,19 +64,22 @@ class LayerMount(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     ``erofs_loop``: the same image through a loop device (any kernel with EROFS).
     ``dir``: source is a directory, bound read-only (any kernel with open_tree; the directory must never change).
     ``devices``: extra blobs of a multi-device image, in the image's order. ``size``: bytes that source must have (0: unchecked).
+    ``lazy``: the last device may still be partly filled; it is then mounted under a mark only.
     """
 
     kind: Kind
     source: str
     devices: tuple[str, ...] = ()
     size: int = 0
+    lazy: Lazy | None = None
 
 
-def open_layer(mount: LayerMount) -> int:
+def open_layer(mount: LayerMount, *, marked: bool = False) -> int:
     """A detached read-only mount of the layer; the caller closes the descriptor.
 
-    Raises `OSError`: ENOENT (no such source), EIO (its size is not the recorded one), ENOSYS (kind disabled by DSEC_DISABLE),
-    and what the file system said about a damaged image (EUCLEAN, EFSCORRUPTED, EINVAL).
+    ``marked``: the caller holds a fanotify mark on every partly filled blob. Without it such a blob is refused, for its holes would
+    read as zeros. Raises `OSError`: ENOENT (no such source), EIO (its size is not the recorded one, or a blob is partly filled),
+    ENOSYS (kind disabled by DSEC_DISABLE), and what the file system said about a damaged image (EUCLEAN, EFSCORRUPTED, EINVAL).
     """
     if syscalls.disabled(mount.kind):
         raise OSError(errno.ENOSYS, f"{mount.kind} mounts are disabled by DSEC_DISABLE")
@@ -64,6 +88,10 @@ def open_layer(mount: LayerMount) -> int:
     for path in (mount.source, *mount.devices):
         if not stat.S_ISREG(os.stat(path).st_mode):
             raise OSError(errno.EINVAL, f"{path}: not a regular file")
+    if not marked:
+        for path in mount.devices:
+            if os.path.exists(bitmap(path)):
+                raise OSError(errno.EIO, f"{path}: partly filled, and nobody would fill it")
     if mount.size and (actual := os.stat(mount.source).st_size) != mount.size:
         raise OSError(errno.EIO, f"{mount.source}: {actual} bytes where {mount.size} were recorded")
     return _open_file(mount) if mount.kind == "erofs_file" else _open_loop(mount)
@@ -170,7 +198,7 @@ def _configure_loop(loop: int, backing: int, image: str) -> None:
             return
 
 
-def probe(image: str) -> tuple[Kind, str]:
+def probe(image: str, devices: tuple[str, ...] = ()) -> tuple[Kind, str]:
     """The best kind that this kernel really mounts for the given EROFS image, and why a better one was passed over ("" if none was).
 
     Falls back erofs_file -> erofs_loop -> dir. ``image`` must be known to be good: a damaged one looks like an old kernel (EINVAL).
@@ -179,7 +207,7 @@ def probe(image: str) -> tuple[Kind, str]:
     kinds: tuple[Kind, ...] = ("erofs_file", "erofs_loop")
     for kind in kinds:
         try:
-            os.close(open_layer(LayerMount(kind=kind, source=image)))
+            os.close(open_layer(LayerMount(kind=kind, source=image, devices=devices)))
         except OSError as error:
             if kind == "erofs_file" and error.errno not in _NO_FILE_BACKED:
                 raise

@@ -1,6 +1,7 @@
 """The node's layer store: a directory of content-addressed, immutable layers and the names that point at them.
 
     <root>/blobs/sha256-<hex>.erofs   one EROFS image (or <root>/blobs/sha256-<hex>.tree/, a plain directory where images cannot be made)
+                                      (or <hex>.erofs + .data + .manifest, a split layer: manifest.py; .data.map while it is partly filled)
     <root>/blobs/sha256-<hex>.json    its record: size, where it came from, environment, workdir, user
     <root>/unpacked/sha256-<hex>/     an image unpacked for a kernel that cannot mount it
     <root>/names.jsonl                the names (index.py)
@@ -21,19 +22,22 @@ import shutil
 import tempfile
 import time
 from collections.abc import AsyncIterator, Collection, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Literal
 
 import msgspec
 
 from dsec.errors import Conflict, InvalidRequest, NodeError, NotFound
-from dsec.layers import erofs, erofs_read, index, mounts, tools
+from dsec.layers import erofs, erofs_read, index, manifest, mounts, tools
+from dsec.layers.chunks import Filler
 from dsec.layers.mounts import LayerMount
 from dsec.layers.stack import close_matches
 from dsec.model import LayerRef
 
-Stored = Literal["erofs", "tree"]
-_SUFFIX = {"erofs": ".erofs", "tree": ".tree"}
+Stored = Literal["erofs", "tree", "split"]
+_SUFFIX = {"erofs": ".erofs", "tree": ".tree", "split": ".erofs"}
+_SIDES = (".data", ".manifest", ".data.map", ".touched", ".ahead")
 
 
 class LayerConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -54,12 +58,12 @@ class LayerInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     source: str = ""  # what it was made from, without credentials
     recipe: str = ""  # hash of a bootstrap's inputs
     at: str = ""  # where the import put its tree
-    config: LayerConfig = LayerConfig()
-    names: tuple[str, ...] = ()  # filled by `list` and `info`; not stored here
-
     parents: tuple[str, ...] = ()  # digests of the layers that it was made on, topmost first: it means what it should above these
     meta: int = 0  # bytes of a split layer's metadata image
     remote: str = ""  # URL of the store that it came from; such a layer may be evicted
+    config: LayerConfig = LayerConfig()
+    names: tuple[str, ...] = ()  # filled by `list` and `info`; not stored here
+
 
 class Removed(msgspec.Struct, frozen=True, kw_only=True):
     """What `gc` freed, and what it would have freed but somebody uses it."""
@@ -138,6 +142,17 @@ class LayerStore:
         """Take a directory inside `staging` as it is, for nodes without mkfs.erofs. It must hold nothing that is still written to."""
         return await tools.in_thread(self._put_tree, os.fspath(path), name, meta)
 
+    async def put_split(
+        self, meta: str | os.PathLike[str], data: str | os.PathLike[str] | None, known: bytes, name: str = "", info: LayerInfo | None = None
+    ) -> LayerRef:
+        """Take a split layer: two staged files and the manifest that names them. Without ``data`` the blob is made sparse and has no
+        chunk yet. The files must be what the manifest says (whoever fetched or made them has checked). Raises `NodeError`."""
+        return await tools.in_thread(self._put_split, Path(meta), Path(data) if data else None, known, name, info)
+
+    def side(self, digest: str, suffix: str) -> Path:
+        """A file of a split layer: ``.erofs``, ``.data``, ``.manifest``, ``.data.map`` or ``.touched``."""
+        return self._blobs / (digest.replace(":", "-") + suffix)
+
     @contextlib.asynccontextmanager
     async def staging(self) -> AsyncIterator[Path]:
         """A private directory on the store's file system, removed at the end. One that a crash leaves is removed by `gc`."""
@@ -178,6 +193,10 @@ class LayerStore:
     async def list(self) -> tuple[LayerInfo, ...]:
         """Every layer with its names, newest first."""
         return await tools.in_thread(self._list)
+
+    async def content(self, name: str) -> Path:
+        """Where the layer lies: its image (the metadata alone, when its data lies apart), or its tree. Raises `NotFound`."""
+        return await tools.in_thread(lambda: self._blob(self._info(name)))
 
     async def check(self, name: str) -> LayerInfo:
         """That the content is there with its recorded size (no hashing). Raises `NotFound`, `NodeError`."""
@@ -255,9 +274,12 @@ class LayerStore:
             os.close(lock)
 
     def _put_staged(self, path: str | Path, name: str, meta: LayerInfo | None) -> LayerRef:
-        _fsync(path)
         os.chmod(path, 0o444)
-        return self._publish(path, erofs.file_digest(path), "erofs", os.stat(path).st_size, name, meta)
+        with ThreadPoolExecutor(1) as other:  # the disk writes while the hash is computed
+            written = other.submit(_fsync, path)
+            digest = erofs.file_digest(path)
+            written.result()
+        return self._publish(path, digest, "erofs", os.stat(path).st_size, name, meta)
 
     def _put_tree(self, path: str, name: str, meta: LayerInfo | None) -> LayerRef:
         if not Path(path).resolve().is_relative_to(self._tmp.resolve()):
@@ -265,6 +287,34 @@ class LayerStore:
         size = erofs.survey(path).bytes
         os.sync()  # a tree has no single file to fsync
         return self._publish(path, erofs.tree_digest(path), "tree", size, name, meta)
+
+    def _put_split(self, meta: Path, data: Path | None, known: bytes, name: str, info: LayerInfo | None) -> LayerRef:
+        digest = manifest.digest(known)
+        found = manifest.decode(known, digest)
+        record = info or LayerInfo(digest="", stored="split", size=0)
+        record = msgspec.structs.replace(record, meta=found.meta_size)
+        for path in (meta, data):
+            if path is not None:
+                _fsync(path)
+        with self._locked():
+            there = self._record(digest).exists() and self.side(digest, ".data").exists() and self.side(digest, ".erofs").exists()
+            if not there:
+                side = {suffix: self.side(digest, suffix) for suffix in _SIDES}
+                side[".manifest"].write_bytes(known)
+                _fsync(side[".manifest"])
+                if data is not None:
+                    side[".data.map"].unlink(missing_ok=True)
+                    os.rename(data, side[".data"])
+                else:  # the bitmap first: a blob without one counts as whole
+                    side[".data"].unlink(missing_ok=True)
+                    side[".data.map"].unlink(missing_ok=True)
+                    Filler.create(str(side[".data.map"]))
+                    _fsync(self._blobs)
+                    with open(side[".data"], "wb") as file:
+                        file.truncate(found.size)
+                        os.fsync(file.fileno())
+                _fsync(self._blobs)
+        return self._publish(meta, digest, "split", found.total, name, record)
 
     def _publish(self, path: str | Path, digest: str, stored: Stored, size: int, name: str, meta: LayerInfo | None) -> LayerRef:
         if name:
@@ -285,7 +335,9 @@ class LayerStore:
     def _same(self, info: LayerInfo) -> bool:
         """Is the same content there already, whole as far as its size tells? (A tree is published by one rename: there means whole.)"""
         blob = self._blob(info)
-        return blob.exists() and self._record(info.digest).exists() and (info.stored == "tree" or blob.stat().st_size == info.size)
+        if not blob.exists() or not self._record(info.digest).exists():
+            return False
+        return info.stored == "tree" or blob.stat().st_size == (info.meta or info.size)
 
     def _discard(self, info: LayerInfo) -> None:
         blob = self._blob(info)
@@ -335,10 +387,14 @@ class LayerStore:
         fix = "remove it with `dsec layer rm` and make it again"
         if not blob.exists():
             raise NodeError("the layer's content is missing", field="layer", value=digest, fix=fix, retryable=False)
-        if info.stored == "erofs" and (actual := blob.stat().st_size) != info.size:
-            raise NodeError(
-                f"the layer's image has {actual} bytes, {info.size} were recorded", field="layer", value=digest, fix=fix, retryable=False
-            )
+        sizes = {blob: info.meta or info.size} if info.stored != "tree" else {}
+        if info.stored == "split":
+            sizes[self.side(digest, ".data")] = info.size - info.meta
+        for path, size in sizes.items():
+            if (actual := path.stat().st_size if path.exists() else 0) != size:
+                raise NodeError(
+                    f"the layer's image has {actual} bytes, {size} were recorded", field="layer", value=digest, fix=fix, retryable=False
+                )
         return info
 
     def _mount_plan(self, digest: str) -> LayerMount:
@@ -348,18 +404,28 @@ class LayerStore:
             return LayerMount(kind="dir", source=str(blob))
         if self._kind is None:
             try:
-                self._kind = mounts.probe(str(blob))
+                self._kind = self._probe(info)
             except OSError as error:  # not root, as a rule
                 raise NodeError(f"cannot mount the layer: {error}", field="layer", value=digest, retryable=False) from error
         kind = self._kind[0]
         if kind == "dir":
             return LayerMount(kind="dir", source=str(self._unpacked(digest)))
+        if info.stored == "split":
+            return LayerMount(kind=kind, source=str(blob), devices=(str(self.side(digest, ".data")),), size=info.meta)
         return LayerMount(kind=kind, source=str(blob), size=info.size)
 
+    def _probe(self, info: LayerInfo) -> tuple[mounts.Kind, str]:
+        """With an empty blob instead of a split layer's own, which may be partly filled and is then mounted under a mark only."""
+        if info.stored != "split":
+            return mounts.probe(str(self._blob(info)))
+        with tempfile.NamedTemporaryFile(dir=self._tmp, prefix="probe-") as blob:
+            blob.truncate(info.size - info.meta)
+            return mounts.probe(str(self._blob(info)), (blob.name,))
+
     async def _unpack(self, digest: str, target: str) -> None:
-        image = self._blobs / (digest.replace(":", "-") + ".erofs")
+        image, data = self.side(digest, ".erofs"), self.side(digest, ".data")
         async with self.staging() as directory:
-            await tools.in_thread(erofs_read.unpack, str(image), directory / "tree")
+            await tools.in_thread(erofs_read.unpack, str(image), directory / "tree", str(data) if data.exists() else "")
             await tools.in_thread(self._place_unpacked, directory / "tree", target)
 
     def _place_unpacked(self, tree: Path, target: str) -> None:
@@ -372,7 +438,12 @@ class LayerStore:
         info = self._info(name)
         self._checked(info.digest)
         blob = str(self._blob(info))
-        actual = erofs.file_digest(blob) if info.stored == "erofs" else erofs.tree_digest(blob)
+        if info.stored == "split":
+            if self.side(info.digest, ".data.map").exists():
+                raise NodeError("the layer is not whole here yet", field="layer", value=info.digest, fix="fetch it with `dsec layer fetch`")
+            actual = manifest.digest(manifest.encode(manifest.survey(blob, self.side(info.digest, ".data"))))
+        else:
+            actual = erofs.file_digest(blob) if info.stored == "erofs" else erofs.tree_digest(blob)
         if actual != info.digest:
             raise NodeError(
                 f"the layer's content was altered: it hashes to {actual}",
@@ -405,7 +476,8 @@ class LayerStore:
         """The record goes first: without it the layer is not there, and what remains of a crash is gc's."""
         self._record(info.digest).unlink(missing_ok=True)
         _fsync(self._blobs)
-        for path in (self._blob(info), self._unpacked(info.digest)):
+        sides = (self.side(info.digest, suffix) for suffix in _SIDES) if info.stored == "split" else ()
+        for path in (self._blob(info), self._unpacked(info.digest), *sides):
             if path.exists():
                 _remove_tree(self._to_trash(path))
 
@@ -426,6 +498,7 @@ class LayerStore:
         freed = 0
         with self._locked():
             infos = self._list()
+            kept = _lineage(infos)
             for info in infos:
                 if info.digest in kept:
                     continue
@@ -446,6 +519,19 @@ class LayerStore:
                 if _abandoned(leftover):
                     _remove_tree(leftover)
         return Removed(digests=tuple(gone), bytes=freed, in_use=tuple(used))
+
+
+def _lineage(infos: Iterable[LayerInfo]) -> set[str]:
+    """The layers that have a name, and those that they were made on."""
+    by_digest = {info.digest: info for info in infos}
+    kept: set[str] = set()
+    todo = [info.digest for info in by_digest.values() if info.names]
+    while todo:
+        digest = todo.pop()
+        if digest not in kept and digest in by_digest:
+            kept.add(digest)
+            todo += by_digest[digest].parents
+    return kept
 
 
 def _abandoned(path: Path) -> bool:
@@ -476,17 +562,3 @@ def _fsync(path: str | Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
-            kept = _lineage(infos)
-def _lineage(infos: Iterable[LayerInfo]) -> set[str]:
-    """The layers that have a name, and those that they were made on."""
-    by_digest = {info.digest: info for info in infos}
-    kept: set[str] = set()
-    todo = [info.digest for info in by_digest.values() if info.names]
-    while todo:
-        digest = todo.pop()
-        if digest not in kept and digest in by_digest:
-            kept.add(digest)
-            todo += by_digest[digest].parents
-    return kept
-
-

@@ -1,0 +1,144 @@
+"""The holder's part in layers that are loaded on demand: it marks them before it mounts them, keeps the kits, and keeps a worker alive.
+
+Every Edge that asks for such a layer is given a copy of its kit, to keep: a holder that dies is followed by one to which the Edge gives
+the kits back (`restore`). The worker is started with the first kit, or ahead of it (`loader`), and again when it dies.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+from typing import TYPE_CHECKING, Any
+
+from dsec.backends.holder_parts import Call, Edge, Refused
+
+if TYPE_CHECKING:
+    from dsec.layers.lazy import Kit, Loader
+    from dsec.layers.mounts import LayerMount
+
+_FAST_DEATHS = 20  # after so many the worker is not started again at once: something is wrong with this node
+
+
+class OnDemand:
+    """Mixed into the holder."""
+
+    edges: dict[int, Edge]
+
+    def __init__(self) -> None:
+        self.epoll = select.epoll()
+        self._loader: Loader | None = None
+        self._loader_fds: tuple[int, int] = (-1, -1)
+
+    def _send(self, edge: Edge, body: dict[str, Any], fds: tuple[int, ...] = ()) -> None:
+        raise NotImplementedError
+
+    # --- requests --------------------------------------------------------------------------------------------------
+
+    def op_loader(self, _call: Call) -> dict[str, Any]:
+        """Have a worker ready before the first layer needs it (it takes 0.3 s to start)."""
+        self._watch_loader(self._get_loader().start)
+        return {"pid": self._get_loader().pid}
+
+    def op_ondemand(self, _call: Call) -> dict[str, Any]:
+        """The worker's pid, how often one has died, and the layers that are served."""
+        loader = self._loader
+        return {"pid": loader.pid if loader else 0, "deaths": loader.deaths if loader else 0, "layers": list(loader.kits) if loader else []}
+
+    def op_restore(self, call: Call) -> dict[str, Any]:
+        """Take over a kit that an earlier holder made and the Edge kept; the layer's mount comes separately."""
+        if len(call.fds) != 3:
+            raise Refused("a kit has three descriptors")
+        if call["spec"]["name"] not in self._get_loader().kits:
+            from dsec.layers.lazy import Kit
+
+            first, second, third = (os.dup(fd) for fd in call.fds)
+            self._add(Kit(call["spec"], (first, second, third)))
+        return {}
+
+    # --- for the holder --------------------------------------------------------------------------------------------
+
+    def mark(self, mount: LayerMount) -> bool:
+        """Mark a partly filled blob and have it served; True when it is safe to mount it with its holes. Raises `OSError`."""
+        from dsec.layers.lazy import make_kit
+        from dsec.layers.mounts import bitmap
+
+        if mount.lazy is None or not os.path.exists(bitmap(mount.devices[-1])):
+            return False
+        if mount.lazy.name not in self._get_loader().kits:
+            self._add(make_kit(mount))
+        return True
+
+    def hand_out(self, name: str, call: Call) -> None:
+        """Give the asking Edge a copy of the layer's kit, where it has one."""
+        kit = self._loader.kits.get(name) if self._loader is not None else None
+        if kit is not None:
+            self._send(call.edge, {"event": "kit", "spec": kit.spec}, kit.fds)
+
+    def unmark(self, name: str) -> None:
+        """Let go of a layer that this holder no longer mounts, or that is whole: so do the Edges."""
+        if self._loader is not None and name in self._loader.kits:
+            self._loader.drop(name)
+            for edge in list(self.edges.values()):
+                self._send(edge, {"event": "layer", "name": name, "what": "released"})
+
+    @property
+    def loader_pid(self) -> int:
+        return self._loader.pid if self._loader is not None else 0
+
+    def end_loader(self) -> None:
+        """This holder ends in good order, with no sandbox left: so does its worker. (It outlives a holder that is killed.)"""
+        if self._loader is not None:
+            self._loader.quit()
+
+    def loader_event(self, fd: int) -> bool:
+        """Deal with a descriptor of the worker's; False when it is none."""
+        if self._loader is None or fd not in self._loader_fds:
+            return False
+        if fd == self._loader_fds[1]:
+            while (news := self._loader.read()) is not None:
+                for edge in list(self.edges.values()):
+                    self._send(edge, news)
+                if news["what"] == "whole":
+                    self.unmark(news["name"])
+            if self._loader.sock is not None and self._hung_up(self._loader.sock.fileno()):
+                self.epoll.unregister(fd)
+                self._loader_fds = (self._loader_fds[0], -1)
+            return True
+        self._loader.ended()
+        self._unwatch_loader()
+        for edge in list(self.edges.values()):
+            self._send(edge, {"event": "layer", "name": "", "what": "loader_died", "deaths": self._loader.deaths})
+        if self._loader.kits and self._loader.deaths < _FAST_DEATHS:
+            self._watch_loader(self._loader.start)
+        return True
+
+    # --- inside ----------------------------------------------------------------------------------------------------
+
+    def _get_loader(self) -> Loader:
+        if self._loader is None:
+            from dsec.layers.lazy import Loader
+
+            self._loader = Loader()
+        return self._loader
+
+    def _add(self, kit: Kit) -> None:
+        loader = self._get_loader()
+        self._watch_loader(lambda: loader.add(kit))
+
+    def _watch_loader(self, start: Any) -> None:
+        loader = self._get_loader()
+        before = loader.pidfd
+        start()
+        if loader.pidfd != before and loader.sock is not None:
+            self._loader_fds = (loader.pidfd, loader.sock.fileno())
+            for fd in self._loader_fds:
+                self.epoll.register(fd, select.EPOLLIN)
+
+    def _unwatch_loader(self) -> None:
+        # Closing a descriptor has taken it out of the epoll set.
+        self._loader_fds = (-1, -1)
+
+    def _hung_up(self, fd: int) -> bool:
+        poll = select.poll()
+        poll.register(fd, 0)
+        return any(event & select.POLLHUP for _, event in poll.poll(0))

@@ -1,0 +1,218 @@
+"""Fill a sparse file chunk by chunk from somewhere slow: each chunk is fetched once, whoever asks, checked, written, and only then said
+to be there.
+
+What is there survives a crash in a bitmap beside the file (one bit a chunk). Its order is data before bits: a bit is written after
+`fdatasync` of the data that it stands for, so after a power cut a chunk may be fetched twice but is never believed without its bytes.
+A missing bitmap means: the file is whole. The layers' on-demand loader uses it; so can anything else that fills a file lazily.
+
+Threads; nothing here knows of fanotify, of stores or of asyncio. Imports the standard library and the manifest only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import os
+import threading
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+
+from dsec.layers.manifest import Manifest
+
+RUN = 16  # chunks in one request at most: 4 MiB
+FLUSH_S = 0.5
+Fetch = Callable[[int, int], bytes]
+Done = Callable[[OSError | None], None]
+
+
+class Altered(OSError):
+    """A chunk that is not what its hash says."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(errno.EIO, f"chunk {number} is not what the layer's manifest says")
+
+
+class _Waiter:
+    def __init__(self, missing: set[int], done: Done) -> None:
+        self.missing = missing
+        self.done = done
+
+
+class Filler:
+    """``fd``: the sparse file, opened for writing; ``bitmap``: path of the bits, made by `create`; ``fetch(offset, length)`` returns
+    bytes or raises OSError, in a thread of ``pool``. ``whole()`` is called once, in one of our threads, when the last chunk is durable.
+    """
+
+    def __init__(self, fd: int, manifest: Manifest, bitmap: str, fetch: Fetch, pool: ThreadPoolExecutor, whole: Callable[[], None]) -> None:
+        self.manifest = manifest
+        self.fetched = 0  # bytes that came over the wire
+        self.requests = 0
+        self._fd = fd
+        self._fetch = fetch
+        self._pool = pool
+        self._whole = whole
+        self._count = len(manifest.chunks)
+        self._lock = threading.Lock()
+        self._waiters: dict[int, list[_Waiter]] = {}
+        self._flying: set[int] = set()
+        self._ended = False
+        self._bitmap = bitmap
+        self._bits = os.open(bitmap, os.O_RDWR | os.O_CLOEXEC)
+        packed = os.pread(self._bits, (self._count + 7) // 8, 0)
+        self._have = bytearray(1 if n // 8 < len(packed) and packed[n // 8] >> n % 8 & 1 else 0 for n in range(self._count))
+        self._left = self._count - sum(self._have)
+        self._durable = bytes(self._have)
+
+    @staticmethod
+    def create(bitmap: str) -> None:
+        """An empty bitmap: no chunk is there. Its directory is synced by the caller."""
+        os.close(os.open(bitmap, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+
+    @property
+    def left(self) -> int:
+        """Chunks that are not there yet."""
+        return self._left
+
+    @property
+    def bits(self) -> int:
+        """The open bitmap: whoever fills holds a flock on it."""
+        return self._bits
+
+    def has(self, number: int) -> bool:
+        return bool(self._have[number])
+
+    def chunks(self, offset: int, length: int) -> range:
+        """The chunks that a range of bytes touches."""
+        first = min(offset // self.manifest.chunk, self._count)
+        return range(first, min(self._count, (offset + max(length, 1) - 1) // self.manifest.chunk + 1))
+
+    def want(self, numbers: Iterable[int], done: Done) -> None:
+        """Call ``done(None)`` when all these chunks are there, ``done(error)`` when one could not be had; at once or in a thread."""
+        runs: list[list[int]] = []
+        with self._lock:
+            missing = sorted(n for n in set(numbers) if not self._have[n])
+            if missing:
+                waiter = _Waiter(set(missing), done)
+                for number in missing:
+                    self._waiters.setdefault(number, []).append(waiter)
+                    if number in self._flying:
+                        continue
+                    self._flying.add(number)
+                    if runs and runs[-1][-1] == number - 1 and len(runs[-1]) < RUN:
+                        runs[-1].append(number)
+                    else:
+                        runs.append([number])
+        if not missing:
+            done(None)
+        for run in runs:
+            try:
+                self._pool.submit(self._run, run)
+            except RuntimeError:  # the pool is shut: nobody will come
+                self._settle([], dict.fromkeys(run, OSError(errno.ESHUTDOWN, "the loader ends")))
+
+    def ensure(self, numbers: Iterable[int]) -> None:
+        """`want`, waiting in the calling thread. Raises `OSError`."""
+        ready = threading.Event()
+        problem: list[OSError] = []
+
+        def done(error: OSError | None) -> None:
+            if error is not None:
+                problem.append(error)
+            ready.set()
+
+        self.want(numbers, done)
+        ready.wait()
+        if problem:
+            raise problem[0]
+
+    def fill_all(self, step: int = 4 * RUN) -> None:
+        """Everything, in order, ``step`` chunks under way at a time. Raises `OSError`."""
+        for start in range(0, self._count, step):
+            self.ensure(range(start, min(start + step, self._count)))
+        self.flush()
+
+    def flush(self) -> None:
+        """Make durable what is there: data, then bits. Tells ``whole`` when that is all."""
+        with self._lock:
+            snapshot = bytes(self._have)
+            whole = self._left == 0 and not self._ended
+        if snapshot != self._durable or whole:
+            os.fdatasync(self._fd)
+            packed = bytearray((self._count + 7) // 8)
+            for number, there in enumerate(snapshot):
+                if there:
+                    packed[number // 8] |= 1 << number % 8
+            os.pwrite(self._bits, bytes(packed), 0)
+            os.fdatasync(self._bits)
+            self._durable = snapshot
+        with self._lock:
+            whole, self._ended = whole and not self._ended, self._ended or whole
+        if whole:
+            # Without the bitmap the file is whole, for everybody from now on.
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self._bitmap)
+            directory = os.open(os.path.dirname(self._bitmap), os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                os.fsync(directory)
+            finally:
+                os.close(directory)
+            self._whole()
+
+    def close(self) -> None:
+        """Flush and let go of the bitmap; ``fd`` is the caller's."""
+        try:
+            self.flush()
+        finally:
+            os.close(self._bits)
+
+    def _run(self, run: list[int]) -> None:
+        """Fetch, check and write neighbouring chunks."""
+        start, _ = self.manifest.span(run[0])
+        last, length = self.manifest.span(run[-1])
+        good: list[int] = []
+        bad: dict[int, OSError] = {}
+        try:
+            data = memoryview(self._fetch(start, last + length - start))
+            self.fetched += len(data)
+            self.requests += 1
+            for number in run:
+                offset, length = self.manifest.span(number)
+                piece = data[offset - start : offset - start + length]
+                if len(piece) != length or hashlib.sha256(piece).hexdigest() != self.manifest.chunks[number]:
+                    bad[number] = Altered(number)
+                    continue
+                while piece:
+                    written = os.pwrite(self._fd, piece, offset)
+                    piece, offset = piece[written:], offset + written
+                good.append(number)
+        except OSError as error:
+            bad = {number: bad.get(number, error) for number in run if number not in good}
+        finally:
+            # Whatever else went wrong here: a thread's errors are seen by nobody, and readers must not hang on it.
+            left = [number for number in run if number not in good and number not in bad]
+            self._settle(good, bad | {number: OSError(errno.EIO, "the chunk could not be had") for number in left})
+
+    def _settle(self, good: list[int], bad: dict[int, OSError]) -> None:
+        calls: list[tuple[Done, OSError | None]] = []
+        with self._lock:
+            for number in good:
+                self._have[number] = 1
+                self._left -= 1
+            self._flying.difference_update(good, bad)
+            for number in (*good, *bad):
+                for waiter in self._waiters.pop(number, ()):
+                    if not waiter.missing:  # told of an earlier error
+                        continue
+                    if number in bad:
+                        waiter.missing.clear()
+                        calls.append((waiter.done, bad[number]))
+                        continue
+                    waiter.missing.discard(number)
+                    if not waiter.missing:
+                        calls.append((waiter.done, None))
+            whole = self._left == 0
+        for done, error in calls:
+            done(error)
+        if whole and good:
+            self.flush()

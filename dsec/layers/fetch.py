@@ -1,0 +1,322 @@
+"""This node's layers together with a remote store's: names resolve through both, content comes when it is needed.
+
+A layer of the remote store arrives as its manifest and its metadata (a few MB); its blob is a sparse file. Where the kernel has
+fanotify's pre-content events the blob is filled as it is read (`lazy`, `loader`); elsewhere it is fetched whole before it is
+mounted. Names of this node's own come first; a name that came from the remote store is looked up there again, and means what it meant
+while the store cannot be reached.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import os
+import tempfile
+import time
+from collections.abc import Callable, Collection, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import msgspec
+
+from dsec import syscalls
+from dsec.errors import Conflict, DsecError, NodeError, NotFound, Unavailable
+from dsec.layers import index, manifest, mounts, split, tools
+from dsec.layers.chunks import Filler
+from dsec.layers.mounts import LayerMount, Lazy
+from dsec.layers.remote import RemoteStore
+from dsec.layers.store import LayerConfig, LayerInfo, LayerStore
+from dsec.layers.tools import Progress, silent
+from dsec.model import LayerRef
+
+FRESH_S = 5.0  # a name that the remote store gave is not asked for again within this time
+PULL_THREADS = 6
+
+
+def fanotify_trouble() -> str:
+    """Why layers cannot be filled as they are read; "" when they can. Needs root, as loading does."""
+    if syscalls.disabled("fanotify"):
+        return "disabled by DSEC_DISABLE"
+    try:
+        fd = syscalls.fanotify_init(syscalls.FAN_CLASS_PRE_CONTENT | syscalls.FAN_CLOEXEC)
+        try:
+            with tempfile.NamedTemporaryFile(prefix="dsec-fanotify-") as file:
+                syscalls.fanotify_mark(fd, syscalls.FAN_MARK_ADD, syscalls.FAN_PRE_ACCESS, file.name)
+        finally:
+            os.close(fd)
+    except OSError as error:
+        return str(error)
+    return ""
+
+
+class NodeLayers:
+    """Layers as an Edge uses them. ``remote`` None: the node's store alone. ``cache``: bytes that fetched layers may take on disk, 0 =
+    no limit; unused ones go first, least recently used first."""
+
+    def __init__(
+        self, store: LayerStore, remote: RemoteStore | None = None, *, cache: int = 0, lazy: bool = True, patience: float = 10.0
+    ) -> None:
+        self.store = store
+        self.remote = remote
+        self.cache = cache
+        self.lazy = lazy
+        self.patience = patience
+        self.why_not_lazy: str | None = None
+        self._asked: dict[str, float] = {}
+        self._fetching: dict[str, asyncio.Task[LayerRef]] = {}
+        self._pulling: dict[str, asyncio.Task[None]] = {}
+
+    # --- names -----------------------------------------------------------------------------------------------------
+
+    def lookup(self, name: str) -> LayerRef:
+        """`LayerStore.lookup`: what `ensure` has brought is there."""
+        return self.store.lookup(name)
+
+    async def config(self, digest: str) -> LayerConfig:
+        return await self.store.config(digest)
+
+    def staging(self) -> contextlib.AbstractAsyncContextManager[Path]:
+        return self.store.staging()
+
+    async def put_image(self, path: str | os.PathLike[str], name: str = "", meta: LayerInfo | None = None) -> LayerRef:
+        return await self.store.put_image(path, name, meta)
+
+    async def ensure(self, names: Iterable[str]) -> None:
+        """Bring what these names mean to this node, as far as a mount needs it. Names that neither store knows stay unknown: `lookup`
+        says so. Raises `Unavailable`, `NodeError`."""
+        if self.remote is not None:
+            await asyncio.gather(*(self._ensure(name) for name in dict.fromkeys(names)))
+
+    async def _ensure(self, name: str) -> None:
+        if time.monotonic() - self._asked.get(name, -1e9) < FRESH_S:
+            return
+        try:
+            info: LayerInfo | None = await self.store.info(name)
+        except NotFound:
+            info = None
+        if info is not None and (not info.remote or index.is_digest(name)):
+            return
+        try:
+            await self.fetch(name)
+        except NotFound:
+            return
+        except Unavailable:
+            if info is None:
+                raise
+        self._asked[name] = time.monotonic()
+
+    # --- content ---------------------------------------------------------------------------------------------------
+
+    async def fetch(self, name: str, progress: Progress = silent) -> LayerRef:
+        """Manifest and metadata of a layer of the remote store, and its name; several at once are one. Raises `NotFound`."""
+        if self.remote is None:
+            raise NodeError("no remote layer store is configured", field="layers.remote", fix="set layers.remote", retryable=False)
+        task = self._fetching.get(name)
+        if task is None:
+            task = self._fetching[name] = asyncio.ensure_future(self._fetch(self.remote, name, progress))
+            task.add_done_callback(lambda _: self._fetching.pop(name, None))
+        return await asyncio.shield(task)
+
+    async def _fetch(self, remote: RemoteStore, name: str, progress: Progress) -> LayerRef:
+        digest = (await remote.resolve(name)).digest
+        try:
+            await self.store.check(digest)
+        except (NotFound, NodeError):
+            await self._receive(remote, digest, progress)
+        if not index.is_digest(name):
+            await self.store.tag(name, digest)
+        return LayerRef(name=name, digest=digest)
+
+    async def _receive(self, remote: RemoteStore, digest: str, progress: Progress) -> None:
+        data, info, ahead = await asyncio.gather(remote.manifest(digest), remote.info(digest), remote.ahead(digest))
+        known = manifest.decode(data, digest)
+        meta = await remote.meta(digest, known)
+        await self.evict(room=known.total)
+        async with self.store.staging() as stage:
+            await tools.in_thread((stage / "meta").write_bytes, meta)
+            record = msgspec.structs.replace(info, remote=remote.url, names=())
+            await self.store.put_split(stage / "meta", None, data, "", record)
+            if ahead:
+                hint = self.store.side(digest, ".ahead")
+                await tools.in_thread(hint.write_bytes, msgspec.json.encode(ahead))
+        progress(f"{digest[:19]}: {known.meta_size / 1e6:.1f} MB of metadata here, {known.size / 1e6:.1f} MB when they are read")
+
+    def partial(self, digest: str) -> bool:
+        """Whether chunks of this layer are still missing here."""
+        return self.store.side(digest, ".data.map").exists()
+
+    async def mount_plan(self, digest: str) -> LayerMount:
+        """As `LayerStore.mount_plan`; a partly filled layer comes with where its chunks are, or is fetched whole first."""
+        await tools.in_thread(self._used, digest)
+        if self.partial(digest) and not await self._can_be_lazy():
+            await self.pull(digest)
+        plan = await self.store.mount_plan(digest)
+        if not self.partial(digest):
+            return plan
+        if plan.kind != "erofs_file":
+            await self.pull(digest)
+            return await self.store.mount_plan(digest)
+        info = await self.store.info(digest)
+        ahead = self.store.side(digest, ".ahead")
+        lazy = Lazy(
+            name=digest,
+            remote=info.remote,
+            manifest=str(self.store.side(digest, ".manifest")),
+            patience=self.patience,
+            touched=str(self.store.side(digest, ".touched")),
+            ahead=msgspec.json.decode(ahead.read_bytes(), type=tuple[int, ...]) if ahead.exists() else (),
+        )
+        return msgspec.structs.replace(plan, lazy=lazy)
+
+    async def _can_be_lazy(self) -> bool:
+        if self.why_not_lazy is None:
+            self.why_not_lazy = "" if self.lazy else "switched off in the configuration"
+            self.why_not_lazy = self.why_not_lazy or await tools.in_thread(fanotify_trouble)
+        return not self.why_not_lazy
+
+    def _used(self, digest: str) -> None:
+        record = self.store.side(digest, ".json")
+        if record.exists():
+            os.utime(record)
+
+    async def pull(self, digest: str, progress: Progress = silent) -> None:
+        """Fetch what is missing of a layer; it is whole then. Waits while another process fills it. Raises `NodeError`, `Unavailable`."""
+        task = self._pulling.get(digest)
+        if task is None:
+            task = self._pulling[digest] = asyncio.ensure_future(self._pull(digest, progress))
+            task.add_done_callback(lambda _: self._pulling.pop(digest, None))
+        await asyncio.shield(task)
+
+    async def _pull(self, digest: str, progress: Progress) -> None:
+        info = await self.store.info(digest)
+        if not info.remote:
+            raise NodeError("the layer is not whole, and its store is not known", field="layer", value=digest, retryable=False)
+        remote = self.remote if self.remote is not None and self.remote.url == info.remote else RemoteStore(info.remote)
+        started = time.monotonic()
+        fetched = await tools.in_thread(fill, self.store, digest, lambda offset, size: remote.range_sync(digest, offset, size))
+        progress(f"{digest[:19]}: {fetched / 1e6:.1f} MB fetched in {time.monotonic() - started:.1f} s")
+
+    # --- the cache -------------------------------------------------------------------------------------------------
+
+    async def evict(self, room: int = 0, keep: Collection[str] = ()) -> tuple[str, ...]:
+        """Remove fetched layers that nothing uses until ``room`` more bytes fit into the cache."""
+        if not self.cache:
+            return ()
+        found = await tools.in_thread(self._fetched)
+        used = sum(size for _, size, _ in found)
+        gone = []
+        for _, size, digest in sorted(found):
+            if used + room <= self.cache:
+                break
+            if digest in keep:
+                continue
+            try:
+                await self.store.remove(digest)
+            except (Conflict, NotFound):  # a sandbox stands on it; or another process was quicker
+                continue
+            used -= size
+            gone.append(digest)
+        return tuple(gone)
+
+    def _fetched(self) -> list[tuple[float, int, str]]:
+        """(last use, bytes on disk, digest) of the layers that came from a remote store."""
+        rows = []
+        for record in (self.store.root / "blobs").glob("*.json"):
+            digest = record.stem.replace("-", ":", 1)
+            try:
+                info = msgspec.json.decode(record.read_bytes(), type=LayerInfo)
+                if info.remote:
+                    size = sum(os.stat(self.store.side(digest, suffix)).st_blocks * 512 for suffix in (".erofs", ".data"))
+                    rows.append((record.stat().st_mtime, size, digest))
+            except (FileNotFoundError, msgspec.DecodeError):
+                continue
+        return rows
+
+
+def fill(store: LayerStore, digest: str, fetch: Callable[[int, int], bytes]) -> int:
+    """Fill a layer's blob to its end (blocking); returns the bytes fetched. Waits while another process fills it."""
+    bitmap = store.side(digest, ".data.map")
+    known = manifest.load(store.side(digest, ".manifest"), digest)
+
+    def get(offset: int, length: int) -> bytes:
+        try:
+            return fetch(offset, length)
+        except DsecError as error:
+            raise OSError(5, str(error)) from error
+
+    while bitmap.exists():
+        try:
+            lock = os.open(bitmap, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return 0
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:  # a node's loader serves it: reading is how it is asked for more
+            os.close(lock)
+            if not _read_through(str(store.side(digest, ".data"))):
+                time.sleep(0.2)
+            continue
+        fd = -1
+        try:
+            if not bitmap.exists():
+                return 0
+            fd = os.open(store.side(digest, ".data"), os.O_RDWR | os.O_CLOEXEC)
+            with ThreadPoolExecutor(PULL_THREADS, "pull") as pool:
+                filler = Filler(fd, known, str(bitmap), get, pool, lambda: None)
+                try:
+                    filler.fill_all()
+                except OSError as error:
+                    raise NodeError(f"cannot fetch the layer: {error}", field="layer", value=digest) from error
+                finally:
+                    filler.close()
+                return filler.fetched
+        finally:
+            os.close(lock)
+            if fd >= 0:
+                os.close(fd)
+    return 0
+
+
+def _read_through(path: str) -> bool:
+    """Read a marked blob from begin to end: its loader fills it. False when that did not go."""
+    try:
+        with open(path, "rb") as file:
+            while file.read(1 << 22):
+                pass
+    except OSError:
+        return False
+    time.sleep(0.05)
+    return True
+
+
+async def push(store: LayerStore, remote: RemoteStore, name: str, tag: str = "", progress: Progress = silent) -> LayerRef:
+    """Upload a layer of this node and let ``tag`` (default: its name) mean it there. One that is stored in another form is split first;
+    its recorded first reads go with it. Raises `NotFound`, `NodeError`, `Unavailable`, `Unsupported`."""
+    ref = await split.split(store, name, progress)
+    if store.side(ref.digest, ".data.map").exists():
+        raise NodeError("the layer is not whole here", field="layer", value=name, fix="fetch it with `dsec layer fetch`", retryable=False)
+    plan = await store.mount_plan(ref.digest)
+    pin = mounts.pin_layer(plan)
+    try:
+        info = await store.info(ref.digest)
+        known = await tools.in_thread(store.side(ref.digest, ".manifest").read_bytes)
+        fresh = await remote.put(known, store.side(ref.digest, ".erofs"), store.side(ref.digest, ".data"), info)
+    finally:
+        os.close(pin)
+    progress(f"{ref.digest[:19]} {'uploaded' if fresh else 'was there already'}")
+    await push_touched(store, remote, ref.digest)
+    tag = tag or name
+    if not index.is_digest(tag) and not index.is_short_digest(tag):
+        await remote.tag(tag, ref.digest)
+    return LayerRef(name=tag, digest=ref.digest)
+
+
+async def push_touched(store: LayerStore, remote: RemoteStore, digest: str) -> int:
+    """Upload the recorded order of first reads, for other nodes to fetch ahead; the number of chunks."""
+    path = store.side(digest, ".touched")
+    if not path.exists():
+        return 0
+    chunks = msgspec.json.decode(await tools.in_thread(path.read_bytes), type=list[int])
+    await remote.put_ahead(digest, chunks)
+    return len(chunks)

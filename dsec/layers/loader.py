@@ -1,0 +1,434 @@
+"""The worker that fills partly filled blobs when somebody reads them: a process of its own, a child of the holder.
+
+    python -m dsec.layers.loader        # descriptor 3: SEQPACKET to the holder
+
+One thread takes fanotify events and puts each into a free slot of its blob's journal; a pool of threads fetches chunks. An event is
+answered when its chunks are there, with EIO when the store cannot give them, and by a successor when this process dies first: the
+kernel matches answers by the number of the event's descriptor alone, so a successor answers what it finds in the journal, before it
+takes new events (whose numbers could be the same).
+
+When the holder goes away this process does not: readers wait for it. It fetches everything that is missing and ends when all blobs
+are whole, or when a new holder's worker, holding the same kits, ends it.
+
+It never touches a marked blob but through descriptors that raise no events, so it cannot wait for itself.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import ctypes
+import errno
+import fcntl
+import json
+import mmap
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+from collections import OrderedDict
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from dsec import syscalls
+from dsec.errors import DsecError
+from dsec.layers import manifest, objects
+from dsec.layers.chunks import FLUSH_S, RUN, Filler
+from dsec.layers.lazy import CONTROL_FD, MAX_MESSAGE, SLOT, SLOTS
+from dsec.layers.mounts import bitmap
+
+_COMM = ctypes.create_string_buffer(b"dsec-loader")
+DEMAND, AHEAD = 12, 3  # threads for what is waited for, and for what is not
+REQUEST_S = 5.0  # one request, with obstore's own retries
+SEQUENTIAL = 4  # neighbouring reads after which reading ahead begins
+STREAMS = 16
+TROUBLE_EVERY_S = 1.0
+
+
+class Blob:
+    """One blob in the making and its readers."""
+
+    def __init__(self, worker: Worker, spec: dict[str, Any], fds: list[int]) -> None:
+        self.worker = worker
+        self.name: str = spec["name"]
+        self.fan, self.fd, journal = fds
+        self.journal = mmap.mmap(journal, SLOT * SLOTS)
+        os.close(journal)
+        self.view = memoryview(self.journal)
+        self.free = list(range(SLOTS))
+        self.lock = threading.Lock()
+        self.touched: list[int] = []
+        self._seen: set[int] = set()
+        self._touched_path: str = spec["touched"]
+        self._touched_written = 0
+        self._streams: OrderedDict[int, int] = OrderedDict()
+        self._ahead: list[int] = spec["ahead"]
+        self._patience: float = spec["patience"]
+        self._told = 0.0
+        hexname = self.name.removeprefix("sha256:")
+        self._key = f"layers/{hexname}/data"
+        self._store = worker.store(spec["remote"])
+        known = manifest.load(spec["manifest"], self.name)
+        self.filler = Filler(self.fd, known, bitmap(spec["data"]), self.fetch, worker.pool, self.whole)
+        self.closed = False
+
+    # --- the store -------------------------------------------------------------------------------------------------
+
+    def fetch(self, offset: int, length: int) -> bytes:
+        """Bytes of the blob from the store; tries again while the readers have patience. Raises `OSError` EIO."""
+        import obstore
+
+        end = time.monotonic() + self._patience
+        pause = 0.05
+        while True:
+            try:
+                with objects.errors(self.name):
+                    return bytes(obstore.get_range(self._store, self._key, start=offset, length=length))
+            except DsecError as error:
+                if not error.retryable or time.monotonic() + pause > end:
+                    raise OSError(errno.EIO, str(error)) from error
+            time.sleep(pause)
+            pause = min(pause * 2, 1.0)
+
+    def whole(self) -> None:
+        self.write_touched()
+        self.worker.tell({"name": self.name, "what": "whole", "fetched": self.filler.fetched, "requests": self.filler.requests})
+        self.worker.wake_up()
+
+    # --- events ----------------------------------------------------------------------------------------------------
+
+    def recover(self) -> None:
+        """Answer what a worker before us took and left behind; new events wait until then."""
+        left = [n for n in range(SLOTS) if any(self.view[n * SLOT : n * SLOT + 4])]
+        if not left:
+            return
+        waiting = threading.Semaphore(0)
+        for slot in left:
+            event = syscalls.fanotify_event(self.view[slot * SLOT : (slot + 1) * SLOT])
+            if event is None:
+                self._clear(slot)
+                waiting.release()
+                continue
+            self.free.remove(slot)
+            self._serve(slot, event, ours=False, then=waiting.release)
+        for _ in left:
+            waiting.acquire()
+        self.worker.tell({"name": self.name, "what": "recovered", "events": len(left)})
+
+    def take(self) -> None:
+        """Read what is there; each event into a slot of its own."""
+        while True:
+            with self.lock:
+                slot = self.free.pop() if self.free else -1
+            if slot < 0:  # too many under way: the rest waits in the kernel
+                time.sleep(0.001)
+                return
+            try:
+                read = os.readv(self.fan, [self.view[slot * SLOT : (slot + 1) * SLOT]])
+            except BlockingIOError:
+                read = 0
+            except OSError as error:  # no descriptor left: the kernel has refused the reader
+                self._trouble(error)
+                read = 0
+            if not read:
+                with self.lock:
+                    self.free.append(slot)
+                return
+            event = syscalls.fanotify_event(self.view[slot * SLOT : (slot + 1) * SLOT])
+            if event is None:
+                self._clear(slot)
+                continue
+            self._serve(slot, event, ours=True)
+
+    def _serve(self, slot: int, event: tuple[int, int, int], *, ours: bool, then: Any = None) -> None:
+        fd, offset, length = event
+        wanted = self.filler.chunks(offset, length)
+
+        def done(error: OSError | None) -> None:
+            syscalls.fanotify_answer(self.fan, fd, (error.errno or errno.EIO) if error else 0)
+            self._clear(slot)  # before the number can be used again
+            if ours:
+                os.close(fd)
+            if error is not None:
+                self._trouble(error)
+            if then is not None:
+                then()
+
+        self.filler.want(wanted, done)
+        self._note(wanted)
+
+    def _clear(self, slot: int) -> None:
+        self.view[slot * SLOT : slot * SLOT + 4] = b"\0\0\0\0"
+        with self.lock:
+            self.free.append(slot)
+
+    def _note(self, wanted: range) -> None:
+        """Remember first reads for the next node's prefetch, and read ahead where reads are neighbours."""
+        for number in wanted:
+            if number not in self._seen:
+                self._seen.add(number)
+                self.touched.append(number)
+        if not wanted:
+            return
+        length = max(self._streams.pop(wanted[0], 0), self._streams.pop(wanted[0] - 1, 0) + 1)
+        self._streams[wanted[-1]] = length
+        if len(self._streams) > STREAMS:
+            self._streams.popitem(last=False)
+        if length >= SEQUENTIAL:
+            last = len(self.filler.manifest.chunks)
+            self.ahead(range(min(wanted[-1] + 1, last), min(wanted[-1] + 1 + min(length, RUN), last)))
+
+    def ahead(self, numbers: range) -> None:
+        missing = [n for n in numbers if not self.filler.has(n)]
+        if missing:
+            self.worker.spare.submit(self._quietly, missing)
+
+    def _quietly(self, numbers: list[int]) -> None:
+        with contextlib.suppress(OSError):  # whoever needs them asks again, and is told
+            self.filler.ensure(numbers)
+
+    def prefetch(self) -> None:
+        """Replay an earlier run's first reads, a few at a time, so that readers come first."""
+        known = len(self.filler.manifest.chunks)
+        numbers = [n for n in self._ahead if 0 <= n < known]
+        for start in range(0, len(numbers), RUN):
+            self.worker.spare.submit(self._quietly, numbers[start : start + RUN])
+
+    def _trouble(self, error: OSError) -> None:
+        now = time.monotonic()
+        if now - self._told >= TROUBLE_EVERY_S:
+            self._told = now
+            self.worker.tell({"name": self.name, "what": "trouble", "text": str(error)})
+
+    # --- the end ---------------------------------------------------------------------------------------------------
+
+    def flush(self) -> None:
+        self.filler.flush()
+        self.write_touched()
+
+    def write_touched(self) -> None:
+        if self._touched_path and len(self.touched) > self._touched_written:
+            self._touched_written = len(self.touched)
+            temporary = f"{self._touched_path}.{os.getpid()}"
+            with open(temporary, "w") as file:
+                json.dump(self.touched[: self._touched_written], file)
+            os.rename(temporary, self._touched_path)
+
+    def close(self) -> None:
+        """Let go of the group: the mark is gone when all have done so."""
+        self.closed = True
+        self.filler.close()
+        os.close(self.fan)
+        os.close(self.fd)
+
+
+class Worker:
+    def __init__(self, control: socket.socket) -> None:
+        self.control: socket.socket | None = control
+        self.blobs: dict[int, Blob] = {}
+        self.pool = ThreadPoolExecutor(DEMAND, "fetch")
+        self.spare = ThreadPoolExecutor(AHEAD, "ahead")
+        self.adopting: list[threading.Thread] = []
+        self.poll = select.epoll()
+        self.wake, self.wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        self.stores: dict[str, Any] = {}
+        self.fresh: list[Blob] = []
+        self.lock = threading.Lock()
+
+    def store(self, url: str) -> Any:
+        if url not in self.stores:
+            self.stores[url] = objects.connect(url, timeout=REQUEST_S)
+        return self.stores[url]
+
+    def tell(self, news: dict[str, Any]) -> None:
+        control = self.control
+        if control is not None:
+            with contextlib.suppress(OSError):  # the holder has gone; nobody else is to be told
+                control.send(json.dumps({"event": "layer", **news}).encode())
+
+    def wake_up(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.write(self.wake_write, b"1")
+
+    def run(self) -> None:
+        assert self.control is not None
+        self.poll.register(self.control.fileno(), select.EPOLLIN)
+        self.poll.register(self.wake, select.EPOLLIN)
+        threading.Thread(target=self._flusher, daemon=True).start()
+        while self.control is not None or self.blobs or any(thread.is_alive() for thread in self.adopting):
+            for fd, _ in self.poll.poll(5.0):
+                if self.control is not None and fd == self.control.fileno():
+                    self._command()
+                elif fd == self.wake:
+                    os.read(self.wake, 4096)
+                    self._begin()
+                    for blob in [blob for blob in self.blobs.values() if self.control is None and blob.filler.left == 0]:
+                        self._end(blob)
+                elif fd in self.blobs:
+                    self.blobs[fd].take()
+
+    def _command(self) -> None:
+        assert self.control is not None
+        try:
+            data, ancillary, _, _ = self.control.recvmsg(MAX_MESSAGE, socket.CMSG_SPACE(16), socket.MSG_CMSG_CLOEXEC)
+        except OSError:
+            data, ancillary = b"", []
+        if not data:
+            self._orphaned()
+            return
+        fds = array.array("i")
+        for _, _, payload in ancillary:
+            fds.frombytes(payload[: len(payload) - len(payload) % 4])
+        message = json.loads(data)
+        if message["op"] == "add":
+            thread = threading.Thread(target=self._adopt, args=(message, list(fds)), daemon=True)
+            self.adopting = [other for other in self.adopting if other.is_alive()] + [thread]
+            thread.start()
+        elif message["op"] == "quit":
+            self.poll.unregister(self.control.fileno())
+            self.control.close()
+            self.control = None
+            for blob in list(self.blobs.values()):
+                self._end(blob)
+        elif message["op"] == "drop":
+            for blob in [blob for blob in self.blobs.values() if blob.name == message["name"]]:
+                self._end(blob)
+
+    def _adopt(self, message: dict[str, Any], fds: list[int]) -> None:
+        """In a thread: it may have to wait for another worker's end, and for the store."""
+        try:
+            lock = os.open(bitmap(message["data"]), os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:  # whole already: nothing reads holes
+            self.tell({"name": message["name"], "what": "whole", "fetched": 0, "requests": 0})
+            return
+        try:
+            _take_over(lock)
+            if not os.path.exists(bitmap(message["data"])):  # the worker before us has just completed it
+                self.tell({"name": message["name"], "what": "whole", "fetched": 0, "requests": 0})
+                return
+            blob = Blob(self, message, fds)
+            fcntl.flock(lock, fcntl.LOCK_UN)
+            _take_over(blob.filler.bits)
+        except (OSError, DsecError) as error:
+            self.tell({"name": message["name"], "what": "trouble", "text": f"cannot be served: {error}"})
+            _refuse(fds[0], fds[2])
+            return
+        finally:
+            os.close(lock)
+        blob.recover()
+        with self.lock:
+            self.fresh.append(blob)
+        self.wake_up()
+        blob.prefetch()
+        if self.control is None:
+            self._complete(blob)
+
+    def _begin(self) -> None:
+        with self.lock:
+            fresh, self.fresh = self.fresh, []
+        for blob in fresh:
+            self.blobs[blob.fan] = blob
+            self.poll.register(blob.fan, select.EPOLLIN)
+
+    def _end(self, blob: Blob) -> None:
+        self.blobs.pop(blob.fan, None)
+        self.poll.unregister(blob.fan)
+        with self.lock:  # the flusher has it, or never will
+            blob.close()
+
+    def _orphaned(self) -> None:
+        assert self.control is not None
+        self.poll.unregister(self.control.fileno())
+        self.control.close()
+        self.control = None
+        self._begin()
+        for blob in self.blobs.values():
+            self._complete(blob)
+
+    def _complete(self, blob: Blob) -> None:
+        threading.Thread(target=self._fill, args=(blob,), daemon=True).start()
+
+    def _fill(self, blob: Blob) -> None:
+        while blob.filler.left:
+            try:
+                blob.filler.fill_all()
+            except OSError as error:
+                sys.stderr.write(f"loader: {blob.name}: {error}\n")
+                time.sleep(1.0)
+        self.wake_up()
+
+    def _flusher(self) -> None:
+        while True:
+            time.sleep(FLUSH_S)
+            with self.lock:
+                for blob in list(self.blobs.values()):
+                    if not blob.closed:
+                        try:
+                            blob.flush()
+                        except OSError as error:  # a full disk: what is not durable is fetched again one day
+                            blob._trouble(error)
+
+
+def _refuse(fan: int, journal: int) -> None:
+    """A blob that cannot be filled: every reader gets EIO instead of waiting."""
+    with mmap.mmap(journal, SLOT * SLOTS) as memory:
+        for slot in range(SLOTS):
+            if (event := syscalls.fanotify_event(memory[slot * SLOT : (slot + 1) * SLOT])) is not None:
+                syscalls.fanotify_answer(fan, event[0], errno.EIO)
+        memory[:] = bytes(SLOT * SLOTS)
+        view = memoryview(memory)
+        while True:
+            select.select([fan], [], [])
+            with contextlib.suppress(BlockingIOError):
+                os.readv(fan, [view[:SLOT]])
+                if (event := syscalls.fanotify_event(view[:SLOT])) is not None:
+                    syscalls.fanotify_answer(fan, event[0], errno.EIO)
+                    os.close(event[0])
+                view[:4] = bytes(4)
+
+
+def _take_over(fd: int) -> None:
+    """A flock on the bitmap: one worker a blob. One that outlived its holder holds it still; we have its kit, so it may end."""
+    while True:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            for pid in lock_owners(fd):
+                if _is_loader(pid):
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+            time.sleep(0.01)
+        else:
+            return
+
+
+def lock_owners(fd: int) -> list[int]:
+    """Who holds a flock on the file, by /proc/locks."""
+    status = os.fstat(fd)
+    wanted = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
+    with open("/proc/locks") as file:
+        rows = [line.split() for line in file]
+    return [int(row[4]) for row in rows if len(row) > 5 and row[1] == "FLOCK" and row[5] == wanted and int(row[4]) > 0]
+
+
+def _is_loader(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/cmdline", "rb") as file:
+            return b"dsec.layers.loader" in file.read() and pid != os.getpid()
+    except OSError:
+        return False
+
+
+def main() -> None:
+    for signum in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
+        signal.signal(signum, signal.SIG_IGN)
+    syscalls.prctl(syscalls.PR_SET_NAME, ctypes.addressof(_COMM))
+    Worker(socket.socket(fileno=CONTROL_FD)).run()
+    os._exit(0)  # threads that still sleep hold nothing
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,257 @@
+"""Layers filled while they are read: no reader ever gets a wrong byte, whoever dies and whatever the store says."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import signal
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+
+from dsec.layers import fetch
+from dsec.layers.fetch import NodeLayers
+from dsec.layers.lazy import Kit, Loader
+from dsec.layers.manifest import CHUNK
+from dsec.layers.mounts import bitmap, open_layer
+from dsec.layers.store import LayerStore
+from tests.layer_box import Box, Shared, readers
+
+pytestmark = [pytest.mark.needs("erofs_file", "fanotify"), pytest.mark.timeout(90)]
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shared]:
+    made = Shared(tmp_path_factory.mktemp("shared"))
+    yield made
+    made.close()
+
+
+@pytest.fixture
+async def box(tmp_path: Path, shared: Shared) -> AsyncIterator[Box]:
+    made = Box(tmp_path / "box", shared)
+    await made.open()
+    yield made
+    made.close()
+
+
+async def test_every_byte_is_right_and_only_what_is_read_is_fetched(box: Box) -> None:
+    """One small file costs few chunks; in the end all is the source's, each chunk came once, and the layer is whole without its mark."""
+    plan = await box.plan()
+    fd = box.mount(plan)
+    one = "f003"
+    assert box.read(fd, one) == box.files[one]
+    assert len(box.server.chunks()) <= len(box.files[one]) // CHUNK + 2
+    box.check(fd)
+    chunks = box.server.chunks()
+    assert len(chunks) == len(set(chunks))
+    box.news(box.loaders[0], "whole")
+    assert not os.path.exists(bitmap(plan.devices[0]))
+    box.loaders[0].drop(box.digest)
+    os.close(open_layer(plan))  # a mount needs no mark any more
+    await box.node.store.verify(box.digest)
+
+
+async def test_without_a_mark_holes_would_read_as_zeros_so_such_a_mount_is_refused(box: Box) -> None:
+    """The hazard is real: the same blob, mounted past the guard without its mark, gives zeros where the source has none."""
+    plan = await box.plan()
+    with pytest.raises(OSError, match="partly filled") as caught:
+        open_layer(plan)
+    assert caught.value.errno == errno.EIO
+    fd = open_layer(plan, marked=True)  # a lie
+    box.mounts.append(fd)
+    assert box.read(fd, "f000") == bytes(len(box.files["f000"])) != box.files["f000"]
+
+
+async def test_fifty_readers_of_a_cold_layer_fetch_each_chunk_once(box: Box) -> None:
+    """All read everything at once, from a slow store, and nobody sees another byte than the source's."""
+    box.server.delay = 0.01
+    fd = box.mount(await box.plan())
+    names = list(box.files)
+    with readers(50, lambda number: box.check(fd, names[number % 25 :] + names[: number % 25])) as problems:
+        pass
+    assert not problems
+    chunks = box.server.chunks()
+    assert len(chunks) == len(set(chunks))
+
+
+async def test_a_worker_killed_in_the_middle_of_events_leaves_no_reader_hanging_or_wrong(box: Box) -> None:
+    """kill -9 again and again while many read: successors answer what was taken, and all bytes are right."""
+    box.server.delay = 0.3
+    fd = box.mount(await box.plan())
+    loader = box.loaders[0]
+    with readers(16, lambda number: box.check(fd, list(box.files)[number::4])) as problems:
+        for _ in range(3):
+            assert await asyncio.to_thread(box.server.asked.wait, 10)  # a chunk is under way, so its readers wait
+            signal.pidfd_send_signal(loader.pidfd, signal.SIGKILL)
+            loader.ended()
+            loader.start()
+            assert (await asyncio.to_thread(box.news, loader, "recovered"))["events"] > 0
+            box.server.asked.clear()
+    assert not problems
+    assert loader.deaths == 3
+
+
+async def test_a_new_holders_worker_takes_over_from_one_that_outlived_its_holder(box: Box) -> None:
+    """The Edge's copy of the kit serves the next holder; the old worker ends, and readers notice nothing."""
+    box.server.delay = 0.05
+    plan = await box.plan()
+    fd = box.mount(plan)
+    old = box.loaders[0]
+    with readers(8, lambda number: box.check(fd, list(box.files)[number::4])) as problems:
+        await asyncio.sleep(0.5)
+        first, second, third = (os.dup(part) for part in box.kits[0].fds)
+        assert old.sock is not None
+        old.sock.close()  # the holder is gone
+        new = Loader()
+        box.loaders.append(new)
+        new.add(Kit(box.kits[0].spec, (first, second, third)))
+    assert not problems
+    old.ended()
+
+
+async def test_a_worker_alone_in_the_world_completes_its_layer_and_ends(box: Box) -> None:
+    """Holder and Edge are gone: readers still get the source's bytes, and what remains is a whole layer."""
+    plan = await box.plan()
+    fd = box.mount(plan)
+    loader = box.loaders[0]
+    box.read(fd, "f000")  # the worker has the kit
+    box.kits[0].close()
+    loader.kits.clear()
+    assert loader.sock is not None
+    loader.sock.close()
+    loader.sock = None
+    with readers(4, lambda number: box.check(fd)) as problems:
+        pass
+    assert not problems
+    loader.ended()
+    assert not os.path.exists(bitmap(plan.devices[0]))
+    await box.node.store.verify(box.digest)
+
+
+async def test_an_unreachable_store_means_eio_and_news_and_then_recovery_without_restart(box: Box) -> None:
+    """Readers wait as long as they are told to, get EIO and no byte, and succeed when the store is back."""
+    box.node.patience = 0.5
+    fd = box.mount(await box.plan())
+    assert box.read(fd, "f001") == box.files["f001"]
+    box.server.gone = True
+    with pytest.raises(OSError, match="Input/output") as caught:
+        box.check(fd)
+    assert caught.value.errno == errno.EIO
+    assert "cannot be reached" in box.news(box.loaders[0], "trouble")["text"]
+    assert box.read(fd, "f001") == box.files["f001"]
+    box.server.gone = False
+    box.check(fd)
+
+
+@pytest.mark.parametrize("how", ["altered", "short"])
+async def test_a_lying_store_is_found_at_the_chunk_and_believed_when_it_is_honest(box: Box, how: str) -> None:
+    """One flipped bit or one missing byte in one chunk: EIO for its readers, the rest is right, and the truth is taken later."""
+    wrong = 5
+
+    def lie(name: str, offset: int, data: bytes) -> bytes:
+        at = wrong * CHUNK - offset
+        if name != "data" or not 0 <= at < len(data):
+            return data
+        return data[: at + 99] + bytes([data[at + 99] ^ 1]) + data[at + 100 :] if how == "altered" else data[: at + 100]
+
+    box.node.patience = 0.3
+    box.server.lies = lie
+    fd = box.mount(await box.plan())
+    failed = 0
+    for name in box.files:
+        try:
+            box.check(fd, [name])
+        except OSError as error:
+            failed += error.errno == errno.EIO
+    assert 1 <= failed <= 3 if how == "altered" else failed
+    box.news(box.loaders[0], "trouble")
+    box.server.lies = None
+    box.check(fd)
+
+
+async def test_what_was_filled_is_not_fetched_again_after_a_crash(box: Box) -> None:
+    """The bitmap that was written after the data tells the next worker what is there."""
+    fd = box.mount(await box.plan())
+    loader = box.loaders[0]
+    names = list(box.files)
+    box.check(fd, names[: len(names) // 2])
+    await asyncio.sleep(1.2)  # the journal is written every half second
+    before = box.server.chunks()
+    signal.pidfd_send_signal(loader.pidfd, signal.SIGKILL)
+    loader.ended()
+    loader.start()
+    box.check(fd)
+    chunks = box.server.chunks()
+    assert before
+    assert len(chunks) == len(set(chunks))
+
+
+async def test_the_order_of_first_reads_is_recorded_and_fetched_ahead_elsewhere(box: Box, tmp_path: Path) -> None:
+    """A second node has the chunks of the first one's run before anybody asks for them."""
+    fd = box.mount(await box.plan())
+    box.check(fd, ["f004", "f002"])
+    await asyncio.sleep(1.2)
+    assert await fetch.push_touched(box.node.store, box.shared.remote, box.digest) > 0
+    first = set(box.server.chunks())
+    box.server.log.clear()
+    other = NodeLayers(LayerStore(tmp_path / "other"), box.node.remote)
+    await other.ensure(["base"])
+    plan = await other.mount_plan(box.digest)
+    assert plan.lazy is not None
+    assert set(plan.lazy.ahead) <= first
+    fd = box.mount(plan)
+    end = time.monotonic() + 10
+    while not set(plan.lazy.ahead) <= set(box.server.chunks()):
+        assert time.monotonic() < end
+        await asyncio.sleep(0.05)
+    box.check(fd, ["f002", "f004"])
+    assert len(box.server.chunks()) == len(set(box.server.chunks()))
+
+
+@pytest.mark.parametrize("lacking", ["fanotify", "fanotify,erofs_file", "fanotify,erofs_file,erofs_loop"])
+async def test_older_kernels_fetch_the_whole_layer_first(box: Box, lacking: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without pre-content events, file-backed mounts or EROFS at all, the same bytes come another way."""
+    monkeypatch.setenv("DSEC_DISABLE", lacking)
+    plan = await box.plan()
+    assert plan.lazy is None
+    fd = open_layer(plan)
+    box.mounts.append(fd)
+    box.check(fd)
+
+
+async def test_the_cache_evicts_the_oldest_layer_that_nothing_uses(box: Box) -> None:
+    """A layer that is mounted stays whatever the limit says; one that is not makes room."""
+    plan = await box.plan()
+    fd = box.mount(plan)
+    box.check(fd)
+    from dsec.layers.mounts import pin_layer
+
+    box.node.cache = 1 << 20
+    pin = pin_layer(plan)
+    assert await box.node.evict() == ()
+    os.close(pin)
+    assert await box.node.evict() == (box.digest,)
+    assert not Path(plan.source).exists()
+    assert not Path(plan.devices[0]).exists()
+
+
+async def test_whoever_reads_the_blob_itself_is_served_too(box: Box) -> None:
+    """A copy of a partly filled blob, made by another process while it is marked, is whole."""
+    plan = await box.plan()
+    box.mount(plan)
+    ended = threading.Event()
+    found: list[bytes] = []
+
+    def copy() -> None:
+        found.append(Path(plan.devices[0]).read_bytes())
+        ended.set()
+
+    threading.Thread(target=copy, daemon=True).start()
+    assert ended.wait(30)
+    hexname = box.digest.removeprefix("sha256:")
+    assert found[0] == (box.shared.place / "remote/layers" / hexname / "data").read_bytes()
