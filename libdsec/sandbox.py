@@ -243,7 +243,7 @@ class Sandbox:
 
         Args:
             name: of the layer; default ``packed/<the sandbox's ulid>``. An existing name is moved, the older layer keeps its digest.
-            scrub: globs of what is left out besides /tmp, /var/tmp, /run and apt's caches: ``/root/.cache``, ``*.pyc``, ``/a/**/b``.
+            scrub: globs of what is left out besides /tmp, /var/tmp, /run and apt's caches: ``/home/user/.cache``, ``*.pyc``, ``/a/**/b``.
             max_entries, max_bytes: more than these are refused.
             timeout: seconds.
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from dsec.commands import layer_look
 from dsec.commands.common import Settings, age, common, emit, pairs, run, size_text, table
+from dsec.commands.layer_common import open_store, show_ref, stored, told
 
 if TYPE_CHECKING:
-    from dsec.layers.store import LayerInfo, LayerStore
+    from dsec.layers.store import LayerInfo
 
 
 @click.group("layer")
@@ -18,26 +19,8 @@ def layer_command() -> None:
     """Layers of this node's store: what sandboxes are composed of."""
 
 
-def stored(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Adds --config and --store."""
-    function = click.option("--store", default=None, metavar="DIR", help="The layer store. [default: from the configuration]")(function)
-    return click.option("--config", default=None, metavar="FILE", help="Configuration file. [env: DSEC_CONFIG]")(function)
-
-
-def open_store(config: str | None, store: str | None) -> LayerStore:
-    from dsec.commands.local import layers_directory
-    from dsec.layers.store import LayerStore
-
-    return LayerStore(store or layers_directory(config))
-
-
-def told(settings: Settings, work: Callable[[Callable[[str], None]], Coroutine[Any, Any, Any]]) -> Any:
-    """Run something long; what it says goes to standard error."""
-    return run(work(lambda line: None if settings.json else click.echo(line, err=True)))
-
-
-def show_ref(settings: Settings, name: str, digest: str) -> None:
-    emit({"name": name, "digest": digest}) if settings.json else click.echo(f"{name}  {digest}")
+for _command in (layer_look.pack, layer_look.tree, layer_look.diff, layer_look.lineage):
+    layer_command.add_command(_command)
 
 
 @layer_command.command("bootstrap")

@@ -261,30 +261,87 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
     mode: int
     uid: int
     gid: int
+    mtime_ns: int = 0
+
+
+_KINDS = {stat.S_IFREG: "file", stat.S_IFDIR: "dir", stat.S_IFLNK: "link", stat.S_IFIFO: "fifo", stat.S_IFSOCK: "socket"}
+_KINDS |= {stat.S_IFCHR: "char", stat.S_IFBLK: "block"}
 
 
 def entries(path: str) -> Iterator[Entry]:
-    """Every name in an EROFS image, in order, without mounting it. Raises as `erofs_read.Image`."""
+    """Every name in a layer, in order, without mounting it: of an EROFS image, or of a directory. Raises as `erofs_read.Image`."""
     import mmap
 
     from dsec.layers.erofs_read import Image
 
-    kinds = {stat.S_IFREG: "file", stat.S_IFDIR: "dir", stat.S_IFLNK: "link", stat.S_IFIFO: "fifo", stat.S_IFSOCK: "socket"}
-    kinds |= {stat.S_IFCHR: "char", stat.S_IFBLK: "block"}
+    if os.path.isdir(path):
+        yield from _tree_entries(path)
+        return
     with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as data:
         image = Image(data)
         stack = [("", image.root)]
         while stack:
             where, nid = stack.pop()
             inode = image.inode(nid)
-            kind = kinds.get(stat.S_IFMT(inode.mode), "file")
-            if kind == "char" and inode.start == 0:
-                kind = "whiteout"
-            elif kind == "dir":
+            opaque = dict(inode.xattrs).get(_OVERLAY + "opaque") == b"y"
+            if stat.S_ISDIR(inode.mode):
                 below = sorted(image.entries(inode), reverse=True)
                 stack += [(f"{where}/{name.decode(errors='surrogateescape')}", child) for name, child in below]
-                if dict(inode.xattrs).get(_OVERLAY + "opaque") == b"y":
-                    kind = "opaque"
-            size = inode.size if kind in ("file", "link") else 0
             if where:
-                yield Entry(path=where, kind=kind, size=size, mode=stat.S_IMODE(inode.mode), uid=inode.uid, gid=inode.gid)
+                device = inode.start if stat.S_ISCHR(inode.mode) else 0
+                yield _entry(where, inode.mode, inode.size, inode.uid, inode.gid, inode.mtime_ns, device, opaque)
+
+
+def _tree_entries(top: str) -> Iterator[Entry]:
+    stack = [top]
+    while stack:
+        path = stack.pop()
+        status = os.lstat(path)
+        opaque = False
+        if stat.S_ISDIR(status.st_mode):
+            stack += [os.path.join(path, name) for name in sorted(os.listdir(path), reverse=True)]
+            opaque = _OVERLAY + "opaque" in os.listxattr(path)
+        if path != top:
+            where = path[len(top.rstrip("/")) :]
+            size, owner = status.st_size, (status.st_uid, status.st_gid)
+            yield _entry(where, status.st_mode, size, *owner, status.st_mtime_ns, status.st_rdev, opaque)
+
+
+def _entry(path: str, mode: int, size: int, uid: int, gid: int, mtime_ns: int, device: int, opaque: bool) -> Entry:
+    kind = _KINDS.get(stat.S_IFMT(mode), "file")
+    if kind == "char" and device == 0:
+        kind = "whiteout"
+    elif kind == "dir" and opaque:
+        kind = "opaque"
+    size = size if kind in ("file", "link") else 0
+    return Entry(path=path, kind=kind, size=size, mode=stat.S_IMODE(mode), uid=uid, gid=gid, mtime_ns=mtime_ns)
+
+
+def compare(old: Iterable[Entry], new: Iterable[Entry]) -> list[tuple[str, str]]:
+    """How a layer differs from another, by path: ("A" | "C" | "D", path). Files count as the same by kind, size, mode, owner and mtime."""
+    before, after = {entry.path: entry for entry in old}, {entry.path: entry for entry in new}
+    found = [("D", path) for path in before.keys() - after.keys()] + [("A", path) for path in after.keys() - before.keys()]
+    found += [("C", path) for path in after.keys() & before.keys() if before[path] != after[path]]
+    return sorted(found, key=lambda row: row[1])
+
+
+def changes(layer: Iterable[Entry], below: Iterable[Iterable[Entry]]) -> list[tuple[str, str]]:
+    """What a layer does to those below it (topmost first). Directories that are only on the way to a change are told as changed."""
+    seen: set[str] = set()
+    for lower in reversed([list(each) for each in below]):
+        for entry in lower:
+            if entry.kind in ("whiteout", "opaque"):
+                hidden = entry.path + "/"
+                seen = {path for path in seen if not path.startswith(hidden)}
+            (seen.discard if entry.kind == "whiteout" else seen.add)(entry.path)
+    found = []
+    for entry in layer:
+        if entry.kind == "whiteout":
+            found.append(("D", entry.path))
+            continue
+        found.append(("C" if entry.path in seen else "A", entry.path))
+        if entry.kind == "opaque":
+            kept = entry.path + "/"
+            found += [("D", path) for path in sorted(seen) if path.startswith(kept)]
+    again = {path for change, path in found if change != "D"}  # in an opaque directory, made anew
+    return [row for row in found if row[0] != "D" or row[1] not in again]

@@ -25,6 +25,7 @@ _PLAIN, _INLINE = 0, 2
 _COMPAT_MTIME = 0x2
 _MAGIC = 0xE0F5E1E2
 _UUID = bytes.fromhex("6a1f5f2e64c54d5e8a0cd5ec00000001")
+_BUFFER = 1 << 20
 _MAX_TAIL = 1024  # of a regular file kept beside its inode; directories and links as far as they fit
 _PREFIXES = (
     ("user.", 1),
@@ -90,8 +91,9 @@ class Writer:
     def __init__(self, fd: int) -> None:
         self.fd = fd
         self.block = 1  # next free; the first holds the superblock
-        self._pending = bytearray()
-        self._pending_at = BLOCK
+        self._buffer = memoryview(bytearray(_BUFFER))  # one for all: fresh memory costs more than the copy into it
+        self._used = 0
+        self._at = BLOCK  # where the buffer's beginning belongs
 
     def data(self, node: Node, source: int, size: int) -> None:
         """The content of a regular file from a descriptor. Raises `NodeError` when it is shorter than ``size``."""
@@ -103,17 +105,25 @@ class Writer:
             return
         blocks = (size + BLOCK - 1) // BLOCK
         node.block = self.block if size else 0
-        if size <= 65_536:
-            piece = _read(source, 0, size)
-            self._pending += piece
-            self._pending += bytes(-size % BLOCK)
-            if len(self._pending) >= 1 << 20:
+        if size <= _BUFFER // 8:
+            if self._used + blocks * BLOCK > _BUFFER:
                 self._flush()
+            self._gather(source, size, blocks * BLOCK)
         else:
             self._flush()
             self._copy(source, size)
-            self._pending_at = (self.block + blocks) * BLOCK
+            self._at = (self.block + blocks) * BLOCK
         self.block += blocks
+
+    def _gather(self, source: int, size: int, room: int) -> None:
+        done = 0
+        while done < size:
+            got = os.preadv(source, [self._buffer[self._used + done : self._used + size]], done)
+            if not got:
+                raise NodeError("a file became shorter while it was packed", retryable=True)
+            done += got
+        self._buffer[self._used + size : self._used + room] = bytes(room - size)
+        self._used += room
 
     def _copy(self, source: int, size: int) -> None:
         """Only what holds data: holes stay holes in the image's file, and read as zeros."""
@@ -133,14 +143,9 @@ class Writer:
                 at += done
 
     def _flush(self) -> None:
-        view = memoryview(self._pending)
-        at = self._pending_at
-        while view:
-            done = os.pwrite(self.fd, view, at)
-            view, at = view[done:], at + done
-        view.release()
-        self._pending_at = at
-        self._pending = bytearray()
+        _write(self.fd, self._buffer[: self._used], self._at)
+        self._at += self._used
+        self._used = 0
 
     def finish(self, root: Node) -> int:
         """Inodes, directories and superblock; the image's size in bytes."""
@@ -280,7 +285,7 @@ def _read(fd: int, at: int, size: int) -> bytes:
     return data
 
 
-def _write(fd: int, data: bytes, at: int) -> None:
+def _write(fd: int, data: bytes | memoryview, at: int) -> None:
     view = memoryview(data)
     while view:
         done = os.pwrite(fd, view, at)

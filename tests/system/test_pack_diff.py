@@ -7,6 +7,7 @@ import json
 import os
 import secrets
 import shutil
+import sys
 import tempfile
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -163,15 +164,16 @@ async def test_what_belongs_to_a_run_is_left_out(client: Client) -> None:
     """/tmp, /run, /dev/shm and what the caller's globs name are not in the layer; the rest is; packing twice gives the same bytes."""
     async with client.sandbox("small", **SMALL) as sandbox:
         await sandbox.exec(
-            "mkdir -p /run /root/.cache/x /srv; for f in /tmp/t /dev/shm/s /root/.cache/x/c /srv/kept /srv/a.tmp; do echo x >$f; done",
+            "mkdir -p /run /home/user/.cache/x /srv; cd /home/user/.cache/x;"
+            "for f in /tmp/t /dev/shm/s c /srv/kept /srv/a.tmp; do echo x >$f; done",
             check=True,
         )
-        first = await sandbox.pack_diff("mine/first", scrub=["/root/.cache", "*.tmp"])
-        second = await sandbox.pack_diff("mine/second", scrub=["/root/.cache", "*.tmp"])
+        first = await sandbox.pack_diff("mine/first", scrub=["/home/user/.cache", "*.tmp"])
+        second = await sandbox.pack_diff("mine/second", scrub=["/home/user/.cache", "*.tmp"])
         assert first.scrubbed >= 3
         assert second.digest == first.digest
     async with client.sandbox("small", workspace="mine/first", **SMALL) as other:
-        found = (await other.exec("cd /; ls tmp dev/shm; ls -d srv/* root/.cache 2>/dev/null")).stdout.text.split()
+        found = (await other.exec("cd /; ls tmp dev/shm; ls -d srv/* home/user/.cache 2>/dev/null")).stdout.text.split()
         assert [name for name in found if not name.endswith(":")] == ["srv/kept"]
         assert (await other.exec("stat -c %a /tmp")).stdout.text == "1777\n"
 
@@ -245,3 +247,34 @@ async def test_packing_after_a_restart_of_the_edge(client: Client, cluster: Clus
         layer = await sandbox.pack_diff()
     async with client.sandbox("small", workspace=layer, **SMALL) as other:
         assert (await other.exec("cat /root/before /root/after")).stdout.text == "before\nafter\n"
+
+
+async def dsec(*words: str) -> str:
+    process = await asyncio.create_subprocess_exec(sys.executable, "-m", "dsec.cli", *words, stdout=asyncio.subprocess.PIPE)
+    output, _ = await process.communicate()
+    assert process.returncode == 0
+    return output.decode()
+
+
+async def test_layers_can_be_looked_into(client: Client, cluster: Cluster) -> None:
+    """`dsec layer pack`, `tree`, `diff` and `lineage` make a layer and show what it changes and what it stands on."""
+    store = ("--store", str(cluster.layer_store), "--json")
+    async with client.sandbox("small", workspace="work", **SMALL) as sandbox:
+        await sandbox.exec(
+            "rm /w/hl; rm -r /w/d; mkdir /w/d; echo x >/w/d/old1; echo x >/w/added; echo x >/w/a/f1; touch /tmp/t", check=True
+        )
+        packed = json.loads(await dsec("--url", cluster.url, "layer", "pack", "--json", sandbox.id, "looked", "--scrub", "*.o"))
+        assert packed["name"] == "looked"
+        assert packed["scrubbed"] >= 1
+    rows = json.loads(await dsec("layer", "diff", *store, "looked"))
+    changed = {row["path"]: row["change"] for row in rows}
+    wanted = {"/w/hl": "D", "/w/d": "C", "/w/d/old1": "C", "/w/d/sub": "D", "/w/d/sub/old2": "D", "/w/added": "A", "/w/a/f1": "C"}
+    assert {path: changed.get(path) for path in wanted} == wanted
+    kinds = {row["path"]: row["kind"] for row in json.loads(await dsec("layer", "tree", *store, "looked"))}
+    assert (kinds["/w/hl"], kinds["/w/d"], kinds["/w/added"]) == ("whiteout", "opaque", "file")
+    both = json.loads(await dsec("layer", "diff", *store, "work", "looked"))
+    assert {"change": "A", "path": "/w/added"} in both
+    chain = json.loads(await dsec("layer", "lineage", *store, "looked"))
+    assert [layer["names"] for layer in chain["parents"]] == [["work"], ["small"]]
+    under = json.loads(await dsec("layer", "lineage", *store, "work"))["children"]
+    assert "looked" in [name for layer in under for name in layer["names"]]

@@ -20,6 +20,7 @@ KEYS = {
     "files": {"mib_s_up", "mib_s_down", "client_rss_mib"},
     "placement": {"n", "edges", "distinct_specs", "seconds", "per_s"},
     "idle": {"edge_rss_mib", "mib_per_sandbox"},
+    "packdiff": {"files", "mb", "seconds", "frozen_s", "tar_s", "speedup", "layer_mb"},
 }
 
 
@@ -52,6 +53,8 @@ def test_defaults_are_those_of_the_targets() -> None:
     assert module("files").DEFAULTS["mib"] == 2048
     placement = module("placement").DEFAULTS
     assert (placement["n"], placement["edges"]) == (32_000, 160)
+    packing = module("packdiff").DEFAULTS
+    assert (packing["files"], packing["mb"]) == (5000, 200)
     assert placement["specs"] >= 10_000
 
 
