@@ -9,9 +9,10 @@ Every object here wraps the asynchronous one; arguments, results and errors are 
 from __future__ import annotations
 
 import asyncio
+import builtins
 import os
 import threading
-from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, Self, TypeVar, Unpack
 
@@ -20,6 +21,8 @@ from dsec.bus.messages import ClusterView, Event
 from dsec.errors import InvalidRequest
 from dsec.model import Exit, OpStatus, PackedLayer, SandboxInfo, SandboxSpec, Stat
 from libdsec.burst import Burst as AioBurst
+from libdsec.files import Files as AioFiles
+from libdsec.forward import Address, Forward
 from libdsec.process import OutputEvent
 from libdsec.process import Process as AioProcess
 from libdsec.results import ExecResult, ItemOutcome
@@ -27,6 +30,8 @@ from libdsec.sandbox import Sandbox as AioSandbox
 from libdsec.session import Recorded
 from libdsec.session import Session as AioSession
 from libdsec.spec import Options
+from libdsec.tree import Unpacked
+from libdsec.watch import FileEvent
 
 T = TypeVar("T")
 Outcomes = list[ItemOutcome]
@@ -233,7 +238,7 @@ class Sandbox:
     def __init__(self, loop: Loop, sandbox: AioSandbox) -> None:
         self._loop = loop
         self._sandbox = sandbox
-        self.files = Files(loop, sandbox)
+        self.files = Files(loop, sandbox.files)
 
     def __repr__(self) -> str:
         return repr(self._sandbox)
@@ -245,6 +250,9 @@ class Sandbox:
     @property
     def labels(self) -> dict[str, str]:
         return self._sandbox.labels
+
+    def expose(self, port: int | str, local_port: int = 0) -> Exposed:
+        return Exposed(self._loop, self._sandbox.expose(port, local_port))
 
     def exec(
         self,
@@ -366,12 +374,15 @@ class Session:
 
 
 class Files:
-    def __init__(self, loop: Loop, sandbox: AioSandbox) -> None:
+    def __init__(self, loop: Loop, files: AioFiles) -> None:
         self._loop = loop
-        self._files = sandbox.files
+        self._files = files
 
-    def read(self, path: str) -> bytes:
-        return self._loop.run(self._files.read(path))
+    def as_user(self, user: str) -> Files:
+        return Files(self._loop, self._files.as_user(user))
+
+    def read(self, path: str, *, offset: int = 0, length: int | None = None) -> bytes:
+        return self._loop.run(self._files.read(path, offset=offset, length=length))
 
     def read_text(self, path: str) -> str:
         return self._loop.run(self._files.read_text(path))
@@ -379,11 +390,37 @@ class Files:
     def write(self, path: str, data: bytes | str, *, mode: int | None = None) -> None:
         self._loop.run(self._files.write(path, data, mode=mode))
 
-    def upload(self, source: str | os.PathLike[str], target: str) -> int:
-        return self._loop.run(self._files.upload(source, target))
+    def upload(self, source: str | os.PathLike[str], target: str, *, owners: bool = False) -> int:
+        return self._loop.run(self._files.upload(source, target, owners=owners))
 
-    def download(self, source: str, target: str | os.PathLike[str]) -> int:
-        return self._loop.run(self._files.download(source, target))
+    def download(self, source: str, target: str | os.PathLike[str], *, owners: bool = False) -> int:
+        return self._loop.run(self._files.download(source, target, owners=owners))
+
+    def upload_tar(self, stream: Iterable[bytes], target: str, *, owners: bool = True) -> Unpacked:
+        async def pieces() -> AsyncIterator[bytes]:
+            source = iter(stream)
+            while piece := await asyncio.to_thread(next, source, b""):
+                yield piece
+
+        return self._loop.run(self._files.upload_tar(pieces(), target, owners=owners))
+
+    def download_tar(self, *paths: str, name: str = "") -> Iterator[bytes]:
+        return _iterate(self._loop, self._files.download_tar(*paths, name=name))
+
+    def watch(self, path: str, *, recursive: bool = False) -> Iterator[FileEvent]:
+        return _iterate(self._loop, self._files.watch(path, recursive=recursive))
+
+    def glob(self, pattern: str) -> builtins.list[str]:
+        return self._loop.run(self._files.glob(pattern))
+
+    def chmod(self, path: str, mode: int) -> None:
+        self._loop.run(self._files.chmod(path, mode))
+
+    def chown(self, path: str, owner: str) -> None:
+        self._loop.run(self._files.chown(path, owner))
+
+    def symlink(self, path: str, target: str) -> None:
+        self._loop.run(self._files.symlink(path, target))
 
     def stat(self, path: str) -> Stat:
         return self._loop.run(self._files.stat(path))
@@ -399,3 +436,20 @@ class Files:
 
     def remove(self, path: str, *, recursive: bool = False, missing_ok: bool = False) -> None:
         self._loop.run(self._files.remove(path, recursive=recursive, missing_ok=missing_ok))
+
+    def rename(self, path: str, target: str) -> None:
+        self._loop.run(self._files.rename(path, target))
+
+
+class Exposed:
+    """``with sandbox.expose(8000) as address``."""
+
+    def __init__(self, loop: Loop, forward: Forward) -> None:
+        self._loop = loop
+        self._forward = forward
+
+    def __enter__(self) -> Address:
+        return self._loop.run(self._forward.__aenter__())
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._loop.run(self._forward.__aexit__(kind, error, trace))

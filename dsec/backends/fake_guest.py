@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator
 
 import msgspec
 
+from dsec.backends import fake_services
 from dsec.backends.base import Chunk, LaunchPlan
 from dsec.errors import Busy, Conflict, InvalidRequest, NotFound, SandboxError, SandboxGone
 from dsec.model import Captured, ExecSpec, Exit, FileReply, FileRequest, OpStatus, Stat, Usage
@@ -62,7 +63,7 @@ class _Output:
         return at, bytes(self.ring[at - start : at - start + PIECE])
 
 
-class _Op:
+class Op:
     def __init__(self, spec: ExecSpec) -> None:
         self.spec = spec
         self.streams = (_Output(spec.head, spec.tail), _Output(spec.head, spec.tail))
@@ -118,7 +119,7 @@ class FakeGuest:
 
     def __init__(self, plan: LaunchPlan) -> None:
         self.plan = plan
-        self.ops: dict[str, _Op] = {}
+        self.ops: dict[str, Op] = {}
         self.files: dict[str, bytes] = {}
         self.dirs: set[str] = {"/", "/tmp", "/root"}
         self.exit: Exit | None = None
@@ -159,7 +160,7 @@ class FakeGuest:
         running = sum(not op.done.is_set() for op in self.ops.values())
         return Usage(memory=sum(map(len, self.files.values())), pids=1 + running, disk=sum(map(len, self.files.values())))
 
-    async def run(self, op: _Op, argv: tuple[str, ...]) -> None:
+    async def run(self, op: Op, argv: tuple[str, ...]) -> None:
         if op.spec.session:
             with contextlib.suppress(asyncio.CancelledError):
                 await asyncio.Event().wait()
@@ -169,7 +170,10 @@ class FakeGuest:
         try:
             async with asyncio.timeout(timeout):
                 shell = len(argv) == 3 and posixpath.basename(argv[0]) in ("sh", "bash") and argv[1] == "-c"
-                op.code = await (self.shell(op, argv[2]) if shell else self.command(op, list(argv), op.streams[0]))
+                if op.spec.service:
+                    op.code = await fake_services.run(self, op, argv)
+                else:
+                    op.code = await (self.shell(op, argv[2]) if shell else self.command(op, list(argv), op.streams[0]))
         except _Exit as end:
             op.left = True
             op.code = end.code if end.code >= 0 else None
@@ -183,7 +187,7 @@ class FakeGuest:
             op.done.set()
             await op.notify()
 
-    async def run_in(self, shell: _Op, op: _Op) -> None:
+    async def run_in(self, shell: Op, op: Op) -> None:
         await self.run(op, ("sh", "-c", op.spec.argv[0]))
         shell.streams[0].write(op.streams[0].captured().data())
         shell.streams[1].write(op.streams[1].captured().data())
@@ -191,7 +195,7 @@ class FakeGuest:
             shell.code = op.code
             shell.task.cancel()
 
-    async def shell(self, op: _Op, text: str) -> int:
+    async def shell(self, op: Op, text: str) -> int:
         lexer = shlex.shlex(text, posix=True, punctuation_chars=";&|>")
         lexer.whitespace_split = True
         words, code, join = [], 0, ";"
@@ -207,7 +211,7 @@ class FakeGuest:
             words, join = [], ";" if token == "&" else token
         return code
 
-    async def redirected(self, op: _Op, words: list[str]) -> int:
+    async def redirected(self, op: Op, words: list[str]) -> int:
         if len(words) > 2 and words[-2] in (">", ">>"):
             path = posixpath.join(op.spec.cwd or self.plan.workdir or "/", words[-1])
             out = _Output(0, RING)
@@ -216,7 +220,7 @@ class FakeGuest:
             return code
         return await self.command(op, words, op.streams[0])
 
-    async def command(self, op: _Op, argv: list[str], out: _Output) -> int:
+    async def command(self, op: Op, argv: list[str], out: _Output) -> int:
         name, rest = posixpath.basename(argv[0]), argv[1:]
         if name in ("true", "cd", ":"):
             return 0
@@ -251,7 +255,7 @@ class FakeGuest:
         op.streams[1].write(f"sh: {argv[0]}: not found\n".encode())
         return 127
 
-    async def cat(self, op: _Op, paths: list[str], out: _Output) -> int:
+    async def cat(self, op: Op, paths: list[str], out: _Output) -> int:
         for path in paths:
             if path not in self.files:
                 op.streams[1].write(f"cat: {path}: No such file or directory\n".encode())
@@ -267,7 +271,7 @@ class FakeGuest:
             await self.emit(op, out, data)
         return 0
 
-    async def emit(self, op: _Op, out: _Output, data: bytes) -> int:
+    async def emit(self, op: Op, out: _Output, data: bytes) -> int:
         await self.breathe()
         async with op.changed:
             await op.changed.wait_for(lambda: not out.full)
@@ -292,7 +296,7 @@ class FakeLink:
         guest.generation = self._generation
         return guest
 
-    def _op(self, op: str) -> _Op:
+    def _op(self, op: str) -> Op:
         found = self._alive().ops.get(op)
         if found is None:
             raise NotFound("no such operation", field="op", value=op)
@@ -307,11 +311,13 @@ class FakeLink:
         if spec.run_in:
             return self._run_in(guest, op, spec)
         name = posixpath.basename(spec.argv[0])
-        if name not in _BUILTINS and name not in ("sh", "bash"):
+        if spec.service:
+            fake_services.check(spec.argv)
+        elif name not in _BUILTINS and name not in ("sh", "bash"):
             raise NotFound("no such command", field="argv", value=spec.argv[0])
         if spec.cwd and spec.cwd not in guest.dirs:
             raise NotFound("no such directory", field="cwd", value=spec.cwd)
-        state = guest.ops[op] = _Op(spec)
+        state = guest.ops[op] = Op(spec)
         state.task = asyncio.get_running_loop().create_task(guest.run(state, spec.argv))
         state.task.add_done_callback(state.over)
         if spec.stream:
@@ -328,7 +334,7 @@ class FakeLink:
             raise Conflict("the session has ended", field="session", value=spec.run_in)
         if any(other.spec.run_in == spec.run_in and not other.done.is_set() for other in guest.ops.values()):
             raise Busy("another command runs in this session", field="session", value=spec.run_in)
-        state = guest.ops[op] = _Op(msgspec.structs.replace(spec, env=shell.spec.env, cwd=shell.spec.cwd))
+        state = guest.ops[op] = Op(msgspec.structs.replace(spec, env=shell.spec.env, cwd=shell.spec.cwd))
         state.task = asyncio.get_running_loop().create_task(guest.run_in(shell, state))
         state.task.add_done_callback(state.over)
         return state.status(op, True)
@@ -416,6 +422,9 @@ class FakeLink:
             case "rename":
                 guest.files[posixpath.normpath("/" + request.target.lstrip("/"))] = self._file(guest, path)
                 del guest.files[path]
+                return FileReply()
+            case "chmod" | "chown" | "touch":
+                self._stat(guest, path)
                 return FileReply()
             case "remove":
                 if path in guest.dirs:

@@ -8,6 +8,7 @@ import pickle
 import signal
 import subprocess
 import sys
+import tarfile
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -29,6 +30,7 @@ from libdsec import (
     InvalidRequest,
     NodeError,
     NotFound,
+    SandboxError,
     SandboxGone,
     Unavailable,
 )
@@ -128,6 +130,41 @@ async def test_streams(dsec: Client) -> None:
             process.detach()
         async with sb.process(process.op) as again:
             assert [event.data async for event in again] == [b"later\n"]
+
+
+async def test_trees_and_connections(dsec: Client, tmp_path: Path) -> None:
+    """A tree up and down, a tar both ways, a hostile one refused, an echo through a local port, nobody on another."""
+    tree = tmp_path / "tree"
+    (tree / "a/b").mkdir(parents=True)
+    (tree / "a/b/f").write_bytes(os.urandom(100_000))
+    (tree / "empty").write_bytes(b"")
+    async with dsec.sandbox("busybox", **FAKE) as sb:
+        assert await sb.files.upload(tree, "/t") == 100_000
+        assert await sb.files.download("/t", tmp_path / "back") == 100_000
+        assert (tmp_path / "back/a/b/f").read_bytes() == (tree / "a/b/f").read_bytes()
+        done = await sb.files.upload_tar(sb.files.download_tar("/t"), "/again")
+        assert done.members == 5
+        assert await sb.files.glob("/again/*/a/*/?") == ["/again/t/a/b/f"]
+        assert await sb.files.read("/again/t/a/b/f", offset=5, length=10) == (tree / "a/b/f").read_bytes()[5:15]
+
+        async def hostile() -> AsyncIterator[bytes]:
+            yield tarfile.TarInfo("../x").tobuf() + bytes(1024)
+
+        with pytest.raises(InvalidRequest) as caught:
+            await sb.files.upload_tar(hostile(), "/t")
+        assert caught.value.value == "../x"
+        with pytest.raises(NotFound):
+            await sb.files.download("/absent", tmp_path / "absent")
+        async with sb.expose(7) as address:
+            reader, writer = await asyncio.open_connection(*address)
+            writer.write(b"x" * 300_000)
+            writer.write_eof()
+            assert await reader.read() == b"x" * 300_000
+            writer.close()
+        with pytest.raises(SandboxError) as refused:
+            async with sb.connect(8):
+                pass
+        assert refused.value.reason == "ECONNREFUSED"
 
 
 async def test_files(dsec: Client, tmp_path: Path) -> None:

@@ -84,6 +84,22 @@ async def sandbox_api(sandbox: libdsec.Sandbox) -> None:
     await files.mkdir("/d")
     await files.remove("/d", recursive=True, missing_ok=True)
     await files.rename("/a", "/b")
+    assert_type(await files.read("/f", offset=1, length=2), bytes)
+    assert_type(await files.upload(Path("d"), "/d", owners=True), int)
+    assert_type((await files.upload_tar(files.download_tar("/d", name="."), "/e")).bytes, int)
+    async for piece in files.download_tar("/a", "/b"):
+        assert_type(piece, bytes)
+    async for change in files.watch("/d", recursive=True):
+        assert_type(change, libdsec.FileEvent)
+    assert_type(await files.glob("/*"), list[str])
+    assert_type(await files.readlink("/l"), str)
+    async with sandbox.expose(8000) as address:
+        assert_type(address, libdsec.Address)
+        assert_type(address.url, str)
+    async with sandbox.connect("/run/socket") as connection:
+        await connection.send(b"x")
+        assert_type(await connection.receive(), bytes)
+        await connection.send_eof()
     assert_type(await sandbox.ops(), list[OpStatus])
     assert_type(await sandbox.info(), libdsec.SandboxInfo)
     assert_type(await sandbox.wait(5), libdsec.Exit)
@@ -98,6 +114,10 @@ def blocking_api() -> None:
         with client.sandbox("debian-12", memory="1GiB") as sandbox:
             assert_type(sandbox.exec("true"), libdsec.ExecResult)
             assert_type(sandbox.files.read("/f"), bytes)
+            for blocking_piece in sandbox.files.download_tar("/d"):
+                assert_type(blocking_piece, bytes)
+            with sandbox.expose(8000) as blocking_address:
+                assert_type(blocking_address.port, int)
             with sandbox.start("cat") as process:
                 for event in process:
                     assert_type(event, libdsec.OutputEvent)
