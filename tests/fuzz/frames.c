@@ -37,6 +37,8 @@ static void one(uint8_t which, const uint8_t *data, size_t n) {
         touch_text(s.cwd);
         struct rd r = {s.strings, s.strings_end, false};
         for (uint32_t i = 0; i < s.argc + s.envc; i++) touch_text(rd_text(&r));
+        int port = connect_port(&s);
+        if (port < -1 || port > 65535) abort();
         if (r.bad || s.argc == 0 || s.head > MAX_CAPTURE || s.tail > MAX_CAPTURE) abort();
         break;
     }
@@ -96,10 +98,10 @@ static uint32_t dice(uint32_t below) {
 
 static size_t valid(uint8_t which, uint8_t *out) {
     struct wr w = {out, 0, ROOM, false};
-    const char *words[] = {"", "/bin/sh", "A=b", "nobody", "/tmp/x", "=", "PATH=/bin:/usr/bin"};
+    const char *words[] = {"", "/bin/sh", "A=b", "dsec:connect", "/tmp/x", "tcp", "PATH=/bin:/usr/bin", "8000"};
     if (which == 0) {
         wr_bytes(&w, "0123456789abcdef", 16);
-        wr_u32(&w, dice(32));
+        wr_u32(&w, dice(64));
         wr_u32(&w, dice(1000));
         wr_u32(&w, dice(MAX_CAPTURE + 2));
         wr_u32(&w, dice(MAX_CAPTURE + 2));
@@ -110,11 +112,11 @@ static size_t valid(uint8_t which, uint8_t *out) {
         wr_u32(&w, argc);
         wr_u32(&w, envc);
         for (uint32_t i = 0; i < argc + envc; i++) {
-            const char *word = i < argc ? words[1 + dice(6)] : words[dice(2) ? 2 : 6];
+            const char *word = i < argc ? words[1 + dice(7)] : words[dice(2) ? 2 : 6];
             wr_text(&w, word, strlen(word));
         }
     } else if (which == 3) {
-        wr_u8(&w, (uint8_t)(1 + dice(7)));
+        wr_u8(&w, (uint8_t)(1 + dice(12)));
         wr_u8(&w, (uint8_t)dice(8));
         wr_u16(&w, 0);
         wr_u32(&w, 0644);

@@ -84,6 +84,7 @@ struct file {
     size_t n;
 };
 bool parse_start(const uint8_t *body, size_t n, struct start *out, const char **field);
+int connect_port(const struct start *s);
 bool parse_output(const uint8_t *body, size_t n, struct output *out);
 bool parse_input(const uint8_t *body, size_t n, struct input *out);
 bool parse_file(const uint8_t *body, size_t n, struct file *out, const char **field);
@@ -261,7 +262,6 @@ int pack_main(const char *name, const char *options, const char *const *paths, u
 int watch_main(const char *path, const char *options);
 
 /* net.c */
-int connect_port(const struct start *s);
 int connect_loopback(int port);
 int relay_main(const char *path);
 
