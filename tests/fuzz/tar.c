@@ -82,8 +82,8 @@ static void sign(uint8_t *h) { /* a mutated header is looked at only with its su
 static void make(void) {
     static const char *const names[] = {"a", "a/b", "d", "d/keep", "/keep", "l", "l/x", ".", "s", "d/./e", "../keep", "a/../../keep", "..", ""};
     static const char *const links[] = {"..", "../keep", "/", "a", "l", "/../../keep", "../../..", "d", ".", "/proc/self/root"};
-    static const char *const records[] = {"12 path=a/b\n", "18 path=../keep00\n", "15 linkpath=..\n", "11 size=12\n", "22 GNU.sparse.major=1\n",
-                                          "30 GNU.sparse.realsize=100000\n", "24 SCHILY.xattr.user.a=b\n", "20 mtime=1.123456789\n", "9 uid=-1\n"};
+    static const char *const records[] = {"12 path=a/b\n", "17 path=../keep0\n", "15 linkpath=..\n", "11 size=12\n", "22 GNU.sparse.major=1\n",
+                                          "30 GNU.sparse.realsize=100000\n", "25 SCHILY.xattr.user.a=b\n", "21 mtime=1.123456789\n", "9 uid=12\n"};
     static const char *const maps[] = {"1\n0\n5\n", "2\n100\n5\n200\n5\n", "1\n99999\n99999\n", "9999999999\n", "2\n5\n5\n0\n5\n", "x"};
     uint32_t count = 1 + dice(6);
     archive_n = archive_at = 0;
@@ -104,7 +104,9 @@ static void make(void) {
         const char *map = maps[dice(6)];
         uint8_t body[600] = {0};
         memcpy(body, map, strlen(map));
-        add(names[dice(dice(6) ? 10 : 14)], "0000001225673S"[dice(14)], links[dice(10)], body, dice(2) ? dice(600) : 512 + dice(20));
+        char type = "0000001225673S"[dice(14)];
+        bool file = strchr("07S", type) || !dice(30); /* others have no body */
+        add(names[dice(dice(6) ? 10 : 14)], type, links[dice(10)], body, !file ? 0 : dice(2) ? dice(600) : 512 + dice(20));
         for (uint32_t k = dice(2) ? 0 : dice(4); k; k--) {
             uint32_t at = (uint32_t)start + dice(512);
             if (dice(2)) archive[at] = (uint8_t)dice(256);
