@@ -30,6 +30,7 @@ MARK = 512  # a message that may be the mark of the end is no longer
 class Channel(Process):
     """``async with Channel(sandbox, ("dsec:pack", …)) as channel``; leaving the block ends the service."""
 
+    prompt = True
     patience = 15.0  # seconds after which an Edge that hears nothing takes us for gone; the guest then ends the service 10 s later
 
     def __init__(self, sandbox: Sandbox, argv: Iterable[str], *, user: str = "") -> None:

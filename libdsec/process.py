@@ -73,6 +73,7 @@ class Process:
     blocks on its full pipe; `wait` reads the rest and throws it away (`ExecResult` keeps the beginning and the end of it).
     """
 
+    prompt = False  # whether small pieces of output come one by one, at once
     patience = 60.0  # seconds after which an Edge that hears nothing of us takes us for gone
 
     def __init__(self, sandbox: Sandbox, op: str, spec: ExecSpec | None, *, offsets: tuple[int, int] = (0, 0), view: bool = False) -> None:
@@ -390,6 +391,7 @@ class Process:
             credit=self._told,
             rows=self._size[0],
             cols=self._size[1],
+            prompt=self.prompt,
             patience_ms=int(self.patience * 1000),
         )
         await self._sandbox._request("output", request, Empty, timeout=60.0, each=5.0, repeat=False)

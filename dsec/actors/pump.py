@@ -44,7 +44,7 @@ class Pump:
         self._wake = asyncio.Event()
         self._heard = asyncio.get_running_loop().time()
         self._closed = self._muted = False
-        self._view = request.view
+        self._view, self._prompt = request.view, request.prompt
         self.size = (request.rows, request.cols)  # of its terminal; 0 by 0: it has none
         self.sized = 0  # of the readers with a size the one with the highest number decides
         self._patience = max(1.0, request.patience_ms / 1000)
@@ -131,7 +131,7 @@ class Pump:
                     await self._send(OutputChunk(reader=self.reader, stream=chunk.stream, offset=chunk.offset + at, data=part))  # type: ignore[arg-type]
                     at += len(part)
                     sent += len(part)
-                if len(view) < SMALL:
+                if len(view) < SMALL and not self._prompt:
                     if loop.time() - last < GATHER:
                         await asyncio.sleep(GATHER)  # what comes meanwhile is taken as one
                     last = loop.time()

@@ -192,6 +192,7 @@ class OutputRequest(Message, frozen=True, kw_only=True):
     stdout: int = 0
     stderr: int = 0
     credit: int = 4 * 1024 * 1024  # absolute: bytes of both streams together that may be sent since the request
+    prompt: bool = False  # small pieces are not gathered: their far side waits for an answer
     patience_ms: int = 60_000  # a reader from whom nothing was heard for so long (it repeats its credit each second) has left
 
 

@@ -18,6 +18,8 @@ KEYS = {
     "burst": {"n", "ok", "per_s", "p50_ms", "p99_ms", "loop_lag_ms_p99"},
     "stream": {"mib_s"},
     "files": {"mib_s_up", "mib_s_down", "client_rss_mib"},
+    "trees": {"files", "up_s", "down_s"},
+    "forward": {"rtt_ms_p50", "rtt_ms_p99", "connect_ms_p50", "mib_s_up", "mib_s_down"},
     "placement": {"n", "edges", "distinct_specs", "seconds", "per_s"},
     "idle": {"edge_rss_mib", "mib_per_sandbox"},
     "packdiff": {"files", "mb", "seconds", "frozen_s", "tar_s", "speedup", "layer_mb"},
