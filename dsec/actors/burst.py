@@ -63,6 +63,8 @@ def check_items(specs: int, items: Sequence[CreateItem], most: int = 100_000) ->
             raise InvalidRequest("names a spec that the request does not have", field="items.spec", value=item.spec)
         if item.count < 1 or item.first < 0:
             raise InvalidRequest("must count at least one sandbox", field="items.count", value=item.count)
+        if item.first + item.count > 1 << 31:
+            raise InvalidRequest("numbers sandboxes beyond 2**31", field="items.first", value=item.first)
         total += item.count
     if not 1 <= total <= most:
         raise InvalidRequest(f"a slice holds 1 to {most} sandboxes", field="items", value=total)

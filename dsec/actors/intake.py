@@ -16,6 +16,7 @@ from dsec.actors.store import Record
 from dsec.backends.base import LaunchPlan
 from dsec.backends.plan import memory_bytes
 from dsec.bus.messages import Failed, LaunchItem, LaunchReply, LaunchRequest, Placed, ReadyItem, Refusal
+from dsec.bus.subjects import is_reply
 from dsec.errors import Busy, Denied, DsecError, InvalidRequest, NodeError, NotFound, SandboxGone, Unsupported
 from dsec.model import SandboxId, SandboxSpec, State, new_ulid
 
@@ -75,6 +76,8 @@ class Intake:
         """Admission, record, answer. Repeats (same burst and index) change nothing and are told again how they stand."""
         edge = self.edge
         now = time.monotonic()
+        if not is_reply(request.inbox):
+            raise InvalidRequest("not a subject for news", field="inbox", value=request.inbox[:200], fix="use an inbox of your connection")
         refused: list[Refusal] = []
         new: list[Sandbox] = []
         known: list[tuple[int, str]] = []

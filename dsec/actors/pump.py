@@ -95,9 +95,11 @@ class Pump:
                 while status.running and not self._closed:  # it has closed its output and goes on, or is being reaped just now
                     status = await self._link.wait(self.op, LAST_WAIT)
                 await self._send(OutputChunk(reader=self.reader, end=True, status=bounded(status)))
-        except DsecError as error:
+        except Exception as error:  # whatever it is, the reader hears of it
             with contextlib.suppress(DsecError):
                 await self._send(OutputChunk(reader=self.reader, end=True, error=to_body(error)))
+            if not isinstance(error, DsecError):
+                raise
         finally:
             if self._silence is not None:
                 self._silence.cancel()

@@ -34,7 +34,7 @@ from dsec.bus.messages import (
 from dsec.bus.subjects import Caller
 from dsec.bus.transport import Msg
 from dsec.config import SchedulerConfig
-from dsec.errors import Busy, Conflict, DeadlineExceeded, DsecError, InvalidRequest, Unavailable
+from dsec.errors import Busy, Conflict, DeadlineExceeded, DsecError, InvalidRequest, NodeError, Unavailable
 from dsec.model import SandboxSpec, new_ulid
 
 log = structlog.get_logger("dsec.scheduler")
@@ -133,8 +133,8 @@ class Scheduler:
         assert caller is not None
         if context.json:
             request = _from_json(context.msg.data)
-        if not request.inbox:
-            raise InvalidRequest("names no inbox for its news", field="inbox")
+        if not subjects.is_reply(request.inbox):
+            raise InvalidRequest("not a subject for news", field="inbox", value=request.inbox[:200], fix="use an inbox of your connection")
         if request.deadline_ms <= 0:
             raise DeadlineExceeded("the deadline had passed on arrival", field="deadline_ms", value=request.deadline_ms)
         bursts.check_items(len(request.specs), request.items)
@@ -253,6 +253,9 @@ class Scheduler:
                 else:
                     self._answered(s, batch, reply)
                     return
+        except Exception as error:  # a fault of ours: the caller is told at once, instead of waiting for its deadline
+            self._tell_failed(s, [s.fail(index, NodeError(f"cannot be placed: {error}", retryable=False)) for index, _ in batch.pairs])
+            raise
         finally:
             wake.set()
 

@@ -158,8 +158,12 @@ class SqliteStore:
         try:
             db = self._connect()
             records = []
-            for blob, plan in db.execute("SELECT record, plan FROM sandbox ORDER BY ulid"):
-                record = _decode(blob)
+            for ulid, blob, plan in db.execute("SELECT ulid, record, plan FROM sandbox ORDER BY ulid"):
+                try:
+                    record = _decode(blob)
+                except msgspec.MsgspecError as error:  # one that cannot be read must not keep the whole node from serving
+                    log.error("store.unreadable_record", ulid=ulid, error=str(error))
+                    continue
                 record.plan = plan
                 records.append(record)
         except (Conflict, NodeError, OSError, sqlite3.Error, msgspec.MsgspecError) as error:
@@ -182,10 +186,22 @@ class SqliteStore:
                 self._commit(db, loop, batch)
                 if last:
                     break
+        except BaseException as error:
+            self._give_up(loop, error)
+            raise
         finally:
             with contextlib.suppress(sqlite3.Error):
                 db.close()
             self._unlock()
+
+    def _give_up(self, loop: asyncio.AbstractEventLoop, error: BaseException) -> None:
+        """The writer ends by a fault of its own: who waits is told, and so is who comes later."""
+        self._broken = error
+        with contextlib.suppress(queue.Empty):
+            while True:
+                job = self._jobs.get_nowait()
+                if job is not None and job[2] is not None:
+                    _tell(loop, job[2], error=NodeError("the Edge's records cannot be written", reason="store", value=str(error)))
 
     def _commit(self, db: sqlite3.Connection, loop: asyncio.AbstractEventLoop, batch: list[_Job]) -> None:
         """One transaction for all; should it fail, each job alone, so that one bad row does not take the others with it."""
@@ -193,7 +209,7 @@ class SqliteStore:
             with _transaction(db):
                 for sql, rows, _ in batch:
                     db.executemany(sql, rows)
-        except sqlite3.Error as error:
+        except Exception as error:  # noqa: BLE001 - whatever a row raises (a number too large for SQLite) is that row's: the writer outlives it
             if len(batch) > 1:
                 for job in batch:
                     self._commit(db, loop, [job])

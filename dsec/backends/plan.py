@@ -24,6 +24,9 @@ MAX_SLOTS = (2**32 - 1 - IDMAP_BASE) // IDMAP_COUNT
 MIN_MEMORY = 24 * MIB  # the runtime, Aether and one shell; measured by tests/system/test_container.py
 MIN_PIDS = 16  # the runtime, Aether, a shell and what it starts
 MAX_ENV_BYTES = 1 << 20
+MAX_BYTES = 1 << 50
+MAX_INODES = 1 << 32
+MAX_ENV_STRING = 32 * 4096  # the kernel's MAX_ARG_STRLEN, NAME=VALUE and a NUL
 MAX_LOWERS = 60
 
 DEFAULT_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
@@ -189,7 +192,11 @@ def check_env(env: Mapping[str, str], field: str = "env") -> None:
             raise InvalidRequest("not a usable variable name", field=f"{field}.{name[:64]}", value=name, fix="use letters, digits and _")
         if "\0" in value:
             raise InvalidRequest("holds a NUL byte", field=f"{field}.{name}", value=value, fix="leave the byte out")
-        total += len(name) + len(value.encode(errors="surrogateescape")) + 2
+        size = len(name) + len(value.encode(errors="surrogateescape")) + 2
+        if size > MAX_ENV_STRING:
+            fix = f"the kernel takes {MAX_ENV_STRING} bytes of one variable; put large data into a file"
+            raise InvalidRequest("too large for a variable", field=f"{field}.{name[:64]}", value=size, fix=fix)
+        total += size
     if total > MAX_ENV_BYTES:
         raise InvalidRequest("the environment is larger than 1 MiB", field=field, value=total, fix="put large data into a file")
 
@@ -226,6 +233,9 @@ def _check(spec: SandboxSpec, node: Node) -> None:
         raise InvalidRequest(
             "less memory than the guest needs", field="resources.memory", value=spec.resources.memory, fix=f"use {MIN_MEMORY} or more"
         )
+    for name, most in (("memory", MAX_BYTES), ("disk", MAX_BYTES), ("inodes", MAX_INODES)):
+        if (value := getattr(spec.resources, name)) > most:
+            raise InvalidRequest("more than a kernel can be told", field=f"resources.{name}", value=value, fix=f"use {most} or less")
     if spec.resources.pids < MIN_PIDS:
         raise InvalidRequest(
             "fewer processes than the guest needs", field="resources.pids", value=spec.resources.pids, fix=f"use {MIN_PIDS} or more"

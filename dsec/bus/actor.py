@@ -17,7 +17,7 @@ import msgspec
 
 from dsec.bus import call, codec
 from dsec.bus.idempotency import Idempotency, Key
-from dsec.bus.subjects import Caller
+from dsec.bus.subjects import Caller, is_reply
 from dsec.bus.transport import Msg, Subscription, log
 from dsec.errors import Busy, DeadlineExceeded, Denied, DsecError, InvalidRequest, NotFound, to_body
 
@@ -189,6 +189,9 @@ class Service:
         return receive
 
     def _receive(self, route: Route, table: Mapping[str, Verb], msg: Msg) -> None:
+        if msg.reply and not is_reply(msg.reply):
+            log.warning("bus.reply_refused", service=self.name, subject=msg.subject, reply=msg.reply[:200])
+            return
         started = time.perf_counter_ns()
         json = codec.is_json(msg.data)
         stats: Stats | None = None

@@ -6,10 +6,18 @@ message that a person types as JSON is answered in JSON.
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
+from msgspec import Meta
 
 from dsec.errors import ErrorBody
 from dsec.model import ExecSpec, LayerRef, OpStatus, PackedLayer, SandboxInfo, SandboxSpec, State
+
+Index = Annotated[int, Meta(ge=0, lt=1 << 31)]  # of a sandbox in its burst
+Offset = Annotated[int, Meta(ge=0, le=1 << 62)]  # bytes
+Name = Annotated[str, Meta(min_length=1, max_length=128)]  # an id that its caller made
+Life = Annotated[int, Meta(ge=1, lt=1 << 43)]  # milliseconds; 278 years at most
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -20,15 +28,15 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 class Lease(Message, frozen=True, kw_only=True):
     """A client's claim on its job: renewed every ttl/3, listing what it holds. Its id outlives a connection."""
 
-    id: str
-    ttl_ms: int = 30_000
+    id: Name
+    ttl_ms: Life = 30_000
 
 
 class CreateItem(Message, frozen=True, kw_only=True):
     """``count`` sandboxes of ``specs[spec]`` with the burst's indices first…first+count-1."""
 
     spec: int
-    first: int
+    first: Index
     count: int = 1
 
 
@@ -38,7 +46,7 @@ class CreateRequest(Message, frozen=True, kw_only=True):
     The Scheduler acknowledges within 500 ms with `CreateAck`; all else arrives at ``inbox`` as `BurstNews`.
     """
 
-    burst: str  # ULID made by the client: with the index it is the idempotency key of each sandbox
+    burst: Name  # ULID made by the client: with the index it is the idempotency key of each sandbox
     slice: int = 0
     specs: tuple[SandboxSpec, ...]
     items: tuple[CreateItem, ...]
@@ -50,7 +58,7 @@ class CreateRequest(Message, frozen=True, kw_only=True):
 class CreateEnvelope(Message, frozen=True, kw_only=True):
     """`CreateRequest` as a Scheduler reads it: specs stay the bytes that they came as, and go on to the Edge so."""
 
-    burst: str
+    burst: Name
     slice: int = 0
     specs: tuple[msgspec.Raw, ...]
     items: tuple[CreateItem, ...]
@@ -65,14 +73,14 @@ class CreateAck(Message, frozen=True, kw_only=True):
 
 
 class LaunchItem(Message, frozen=True, kw_only=True):
-    index: int
+    index: Index
     spec: int
 
 
 class LaunchRequest(Message, frozen=True, kw_only=True):
     """Scheduler -> edge.<edge>.launch: one batch. Answered with `LaunchReply` after admission and the fsynced record."""
 
-    burst: str
+    burst: Name
     principal: str
     project: str
     specs: tuple[SandboxSpec, ...]
@@ -85,7 +93,7 @@ class LaunchRequest(Message, frozen=True, kw_only=True):
 class LaunchEnvelope(Message, frozen=True, kw_only=True):
     """`LaunchRequest` as a Scheduler writes it; see `CreateEnvelope`."""
 
-    burst: str
+    burst: Name
     principal: str
     project: str
     specs: tuple[msgspec.Raw, ...]
@@ -147,8 +155,8 @@ class LeaseRenew(Message, frozen=True, kw_only=True):
 
     ``claims`` and ``drops`` are deltas since the last renewal (repeated until acknowledged); ``end`` ends the lease at once."""
 
-    lease: str
-    ttl_ms: int = 30_000
+    lease: Name
+    ttl_ms: Life = 30_000
     seq: int = 0
     claims: tuple[str, ...] = ()  # ulids
     drops: tuple[str, ...] = ()  # ulids to stop: a second answer for an index, or a cancelled straggler
@@ -184,13 +192,13 @@ class OutputRequest(Message, frozen=True, kw_only=True):
     ``reader`` tells readers apart: the newest holds the stream, those before it and those with ``view`` look on."""
 
     op: str
-    reader: str
+    reader: Name
     replaces: str = ""  # this client's reader before: it is let go without an end
     view: bool = False  # only look on: the command does not wait for this reader
     rows: int = 0  # the size that this reader's terminal has; 0 = it has none
     cols: int = 0
-    stdout: int = 0
-    stderr: int = 0
+    stdout: Offset = 0
+    stderr: Offset = 0
     credit: int = 4 * 1024 * 1024  # absolute: bytes of both streams together that may be sent since the request
     prompt: bool = False  # small pieces are not gathered: their far side waits for an answer
     patience_ms: int = 60_000  # a reader from whom nothing was heard for so long (it repeats its credit each second) has left

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from dsec.bus.subjects import is_reply
 from dsec.bus.transport import Msg
 from dsec.model import new_ulid
 
@@ -67,7 +68,7 @@ def micro_routes(service: Service) -> Iterator[tuple[str, Callable[[Msg], None]]
 
     def answering(make: Callable[[], dict[str, Any]]) -> Callable[[Msg], None]:
         def answer(msg: Msg) -> None:
-            if msg.reply:
+            if is_reply(msg.reply):
                 service.bus.transport.post(msg.reply, _encode(make()))
 
         return answer

@@ -6,6 +6,8 @@ nest as projects do. The principal's token is pinned by NATS permissions: identi
 
 from __future__ import annotations
 
+import re
+
 import msgspec
 
 from dsec.model import SandboxId
@@ -26,6 +28,15 @@ class Caller(msgspec.Struct, frozen=True):
 
     principal: str
     project: str
+
+
+_REPLY = re.compile(r"(?!\$|dsec\.)[^\s\x00*>]{1,400}")
+
+
+def is_reply(subject: str) -> bool:
+    """Whether an answer may be sent there. A caller names this subject, and the actor that answers may publish more than the caller
+    may: neither the server's own subjects nor ours are anybody's inbox."""
+    return _REPLY.fullmatch(subject) is not None
 
 
 # dsec.v1.<u>.api.<verb>.<principal>.<p…>            Scheduler, queue group

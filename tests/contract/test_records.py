@@ -14,6 +14,7 @@ import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import msgspec
 import pytest
 import pytest_asyncio
 
@@ -86,6 +87,33 @@ async def test_the_same_request_cannot_be_recorded_twice(tmp_path: Path) -> None
     results = await asyncio.gather(store.insert([record(2)]), store.insert([record(1)]), store.insert([record(3)]), return_exceptions=True)
     assert [type(result) for result in results] == [type(None), NodeError, type(None)]
     await store.close()
+
+
+async def test_what_sqlite_cannot_hold_ends_one_write_only(tmp_path: Path) -> None:
+    """A number beyond SQLite's is refused to who wrote it; others of its commit and later writes go on."""
+    store = SqliteStore(tmp_path)
+    await store.open()
+    huge = msgspec.structs.replace(record(1), index=1 << 63)
+    results = await asyncio.gather(store.insert([record(2)]), store.insert([huge]), store.insert([record(3)]), return_exceptions=True)
+    assert [type(result) for result in results] == [type(None), NodeError, type(None)]
+    async with asyncio.timeout(5):
+        await store.insert([record(4)])
+        await store.close()
+
+
+async def test_an_unreadable_record_does_not_keep_the_others_from_being_read(tmp_path: Path) -> None:
+    """One that is damaged is left out and stays on disk; the node serves."""
+    store = SqliteStore(tmp_path)
+    await store.open()
+    rows = [record(1), record(2)]
+    await store.insert(rows)
+    await store.close()
+    with sqlite3.connect(tmp_path / "edge.db") as db:
+        db.execute("UPDATE sandbox SET record = x'00ff' WHERE ulid = ?", (rows[0].ulid,))
+    db.close()
+    again = SqliteStore(tmp_path)
+    assert [row.ulid for row in await again.open()] == [rows[1].ulid]
+    await again.close()
 
 
 async def test_each_start_is_a_new_incarnation_and_one_holds_the_directory(tmp_path: Path) -> None:

@@ -280,6 +280,8 @@ def start(
 
 
 def output(op: str, offsets: tuple[int, int], credit: tuple[int, int], view: bool = False) -> bytes:
+    if not all(0 <= number < 1 << 64 for number in (*offsets, *credit)):
+        raise WireError("out of range", "offset")
     return _OUTPUT.pack(op_bytes(op), *offsets, *credit) + (b"\1" if view else b"")
 
 
