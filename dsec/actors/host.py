@@ -81,6 +81,8 @@ class LayerPlanner:
         return self._container.node
 
     async def resolve(self, spec: SandboxSpec) -> Resolved:
+        if spec.network.mode == "open":
+            await self._container.settle_network()
         await self.layers.ensure(name for _, _, name in stack.names(spec))
         refs = stack.build(spec, self.layers.lookup).lowers
         for ref in refs:

@@ -1,6 +1,6 @@
 """Run one actor until it is told to stop: ``python -m dsec.actors.run edge|scheduler|watcher``, or `dsec serve …`.
 
-When it serves, it prints one JSON line to stdout: {"ready": kind, "name": …}. SIGTERM and SIGINT end it in order.
+When it serves, it prints one JSON line to stdout: {"ready": kind, "name": …, "loop": "uvloop"}. SIGTERM and SIGINT end it in order.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from dsec.actors.scheduler import Scheduler
 from dsec.actors.store import SqliteStore
 from dsec.actors.verbs import Verbs
 from dsec.actors.watcher import Watcher
-from dsec.bus.bus import Bus, run
+from dsec.bus.bus import Bus, loop_name, run
 from dsec.bus.events import EventPublisher
 from dsec.bus.streams import EventsConfig, ensure_events_stream
 from dsec.config import Config
@@ -176,7 +176,8 @@ async def serve(kind: str, config: Config) -> None:
     for signum in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signum, over.set)
     async with _KINDS[kind](config) as actor:
-        sys.stdout.write(msgspec.json.encode({"ready": kind, "name": actor.name, "pid": os.getpid()}).decode() + "\n")
+        said = {"ready": kind, "name": actor.name, "pid": os.getpid(), "loop": loop_name()}
+        sys.stdout.write(msgspec.json.encode(said).decode() + "\n")
         sys.stdout.flush()
         # What lives from here on is short-lived messages: full collections are rare, and need not walk what was made at the start.
         gc.collect()
@@ -193,7 +194,6 @@ def run_actor(kind: str, config: Config) -> int:
         run(serve(kind, config))
     except DsecError as error:
         log.error("run.failed", kind=kind, error=str(error))
-        sys.stderr.write(f"dsec {kind}: {error}\n")
         return 1
     return 0
 

@@ -19,7 +19,7 @@ import msgspec
 
 from dsec.actors import capacity
 from dsec.bus import codec, subjects
-from dsec.bus.bus import Bus, run
+from dsec.bus.bus import Bus, loop_name, run
 from dsec.bus.messages import BurstNews, Heartbeat, LaunchReply, LaunchRequest, Placed, ReadyItem, Refusal
 from dsec.bus.transport import Msg
 from dsec.errors import Busy, DsecError, InvalidRequest, to_body
@@ -108,7 +108,7 @@ async def simulate(args: argparse.Namespace) -> None:
         for edge in edges:
             edge.beat()
         await bus.flush()
-        sys.stdout.write(msgspec.json.encode({"ready": "simulate", "edges": len(edges)}).decode() + "\n")
+        sys.stdout.write(msgspec.json.encode({"ready": "simulate", "edges": len(edges), "loop": loop_name()}).decode() + "\n")
         sys.stdout.flush()
         while not over.is_set():
             try:

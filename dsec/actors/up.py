@@ -22,11 +22,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import aiofiles
 import msgspec
 import structlog
 
 from dsec import config as configs
-from dsec.bus.server import NatsServer
+from dsec.bus.bus import loop_name
+from dsec.bus.server import NatsServer, tail
 from dsec.config import Config
 from dsec.errors import NodeError, Unsupported
 
@@ -38,11 +40,12 @@ _libc = ctypes.CDLL(None, use_errno=True)
 class Child:
     """One actor process."""
 
-    def __init__(self, kind: str, name: str, env: dict[str, str], log_path: Path, death: int = signal.SIGKILL) -> None:
+    def __init__(self, kind: str, name: str, config: Config, folder: Path, death: int = signal.SIGKILL) -> None:
         self.kind = kind
         self.name = name
-        self.env = env
-        self.log_path = log_path
+        self.config = config
+        self.log_path = folder / f"{name}.log"
+        self.config_path = folder / f"{name}.toml"
         self.death = death  # the signal that it gets when the parent dies
         self.process: asyncio.subprocess.Process | None = None
         self.ready: dict[str, Any] = {}
@@ -64,7 +67,11 @@ class Child:
             if os.getppid() != parent:
                 os._exit(1)
 
-        with open(self.log_path, "ab") as output:  # noqa: ASYNC230 - a local log file, once a child
+        async with aiofiles.open(self.config_path, "w", encoding="utf-8") as file:
+            await file.write(configs.dump(self.config))
+        env = {key: value for key, value in os.environ.items() if not (key.startswith(configs.ENV_PREFIX) and "__" in key)}
+        env[configs.ENV_FILE] = str(self.config_path)
+        async with aiofiles.open(self.log_path, "ab") as output:
             self.process = await asyncio.create_subprocess_exec(
                 sys.executable,
                 "-m",
@@ -72,8 +79,8 @@ class Child:
                 self.kind,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
-                stderr=output,
-                env=self.env,
+                stderr=output.fileno(),
+                env=env,
                 preexec_fn=die_with_parent,
                 start_new_session=True,  # Ctrl+C is for the parent, which ends its children in order
             )
@@ -84,7 +91,7 @@ class Child:
             line = b""
         if not line:
             await self.stop(1.0)
-            raise NodeError(f"{self.kind} did not start: {self.tail()}", field=self.kind, value=str(self.log_path), retryable=False)
+            raise NodeError(f"{self.kind} did not start: {await self.tail()}", field=self.kind, value=str(self.log_path), retryable=False)
         self.ready = json.loads(line)
 
     async def stop(self, timeout: float = 60.0) -> None:
@@ -109,11 +116,8 @@ class Child:
             process.kill()
             await process.wait()
 
-    def tail(self, lines: int = 8) -> str:
-        try:
-            return " | ".join(self.log_path.read_text(errors="replace").splitlines()[-lines:])
-        except OSError:
-            return ""
+    async def tail(self, lines: int = 8) -> str:
+        return await tail(self.log_path, lines)
 
 
 class Cluster:
@@ -238,13 +242,9 @@ class Cluster:
         tables["scheduler"]["name"] = name if kind == "scheduler" else ""
         if kind != "edge":
             tables["edge"]["state_dir"] = str(self.dir / "watcher")  # its event spool; a Scheduler writes nothing
-        path = self.dir / "log" / f"{name}.toml"
-        path.write_text(configs.dump(configs.parse(tables)))
-        env = {key: value for key, value in os.environ.items() if not (key.startswith(configs.ENV_PREFIX) and "__" in key)}
-        env[configs.ENV_FILE] = str(path)
         # An Edge that is to stop its sandboxes does so even when this process is killed: they are not its children, so they would live on.
         death = signal.SIGTERM if kind == "edge" and self._stop_sandboxes else signal.SIGKILL
-        return Child(kind, name, env, self.dir / "log" / f"{name}.log", death)
+        return Child(kind, name, configs.parse(tables), self.dir / "log", death)
 
 
 def _build_guest() -> None:
@@ -281,16 +281,18 @@ async def up(config: Config, *, ready_file: str = "") -> int:
             return 130
         await starting
         said = {"ready": "up", "url": cluster.url, "edges": list(cluster.edges), "state_dir": str(cluster.dir), "pid": os.getpid()}
+        said |= {"loop": loop_name()}
         line = json.dumps(said) + "\n"
         sys.stdout.write(line)
         sys.stdout.flush()
         if ready_file:
-            Path(ready_file).write_text(line)
+            async with aiofiles.open(ready_file, "w") as file:
+                await file.write(line)
         death = asyncio.ensure_future(cluster.first_death())
         await asyncio.wait([death, interrupted], return_when=asyncio.FIRST_COMPLETED)
         if death.done() and not over.is_set():
             child = death.result()
-            sys.stderr.write(f"dsec up: {child.kind} {child.name} ended by itself: {child.tail()}\n")
+            log.error("up.ended_by_itself", kind=child.kind, name=child.name, log=await child.tail())
             return 1
         death.cancel()
         return 0

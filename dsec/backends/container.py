@@ -14,14 +14,14 @@ import os
 import shutil
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+import aiofiles
 import msgspec
+import structlog
 
 from dsec import syscalls
 from dsec.backends import disk, runtime
@@ -39,6 +39,7 @@ from dsec.model import Exit, ExitReason, Usage
 from dsec.qos.cgroup import Cgroups, Limits, detect
 from dsec.security import seccomp
 
+log = structlog.get_logger("dsec.container")
 T = TypeVar("T")
 
 EXIT_TIMEOUT = 10.0  # seconds from SIGKILL until the kernel has taken the sandbox apart
@@ -139,9 +140,7 @@ class ContainerBackend:
         missing |= lacking
         self._mappable = await asyncio.to_thread(disk.mappable, opts.state_dir) if userns else frozenset()
         await self.network.look(idmapped=not userns or "dir" in self._mappable)
-        if self.network.missing:
-            missing["network"] = self.network.missing
-        self.node = Node(
+        node = Node(
             edge=opts.edge,
             state_dir=opts.state_dir,
             cgroup_root=root,
@@ -149,12 +148,9 @@ class ContainerBackend:
             userns_missing=why,
             disk_modes=modes,
             seccomp=seccomp.available(),
-            net=self.network.offer,
-            net_missing=self.network.missing,
         )
-        self.capabilities = Capabilities(
-            name="container", pause=True, pack_diff=True, tty=True, userns=userns, disk_limit=True, missing=missing
-        )
+        able = Capabilities(name="container", pause=True, pack_diff=True, tty=True, userns=userns, disk_limit=True, missing=missing)
+        self.node, self.capabilities = self.network.told(node, able)
 
     def _make_directories(self) -> None:
         for path in (self.options.state_dir, self._sandboxes, self._run):
@@ -213,9 +209,14 @@ class ContainerBackend:
             try:
                 await self.network.up(plan.wiring)
             finally:
-                self.node = msgspec.structs.replace(self.node, net=self.network.offer, net_missing=self.network.missing)
+                self.node, self.capabilities = self.network.told(self.node, self.capabilities)
         for layer in plan.lowers:
             await self._mount_layer(layer.digest)
+
+    async def settle_network(self) -> None:
+        """Before a sandbox with ``network="open"`` is planned: the addresses in ``node`` are ones that nobody else on the node uses."""
+        await self.network.settle()
+        self.node, self.capabilities = self.network.told(self.node, self.capabilities)
 
     async def _mount_layer(self, digest: str) -> None:
         """Once a layer, however many ask at the same time."""
@@ -263,7 +264,7 @@ class ContainerBackend:
                 return instance
             except BaseException as error:
                 self._instances.pop(plan.ulid, None)
-                detail = await self._in(self._breakers, self._runtime_log, plan) if not isinstance(error, asyncio.CancelledError) else ""
+                detail = await self._runtime_log(plan) if not isinstance(error, asyncio.CancelledError) else ""
                 await self.release(plan.ulid)
                 if isinstance(error, Exception):
                     raise Undone(f"launch failed: {error}{detail}", sandbox=plan.id, reason=getattr(error, "reason", "")) from error
@@ -391,9 +392,10 @@ class ContainerBackend:
             gone.cancel()
             await asyncio.gather(asked, gone, return_exceptions=True)
 
-    def _runtime_log(self, plan: LaunchPlan) -> str:
+    async def _runtime_log(self, plan: LaunchPlan) -> str:
         with contextlib.suppress(OSError):
-            text = Path(f"{plan.state_dir}/runtime.log").read_text(errors="replace").strip()
+            async with aiofiles.open(f"{plan.state_dir}/runtime.log", errors="replace") as file:
+                text = (await file.read()).strip()
             return f": {text[-500:]}" if text else ""
         return ""
 
@@ -564,7 +566,7 @@ class ContainerBackend:
             try:
                 await self._ensure_holder()
             except (OSError, DsecError, subprocess.SubprocessError) as error:
-                sys.stderr.write(f"dsec: cannot start a holder, trying again: {error}\n")
+                log.error("container.no_holder", error=str(error), then="trying again")
                 await asyncio.sleep(1.0)
             if self._closed:
                 return

@@ -17,6 +17,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import aiofiles
 import msgspec
 
 from dsec.errors import NodeError, Unavailable
@@ -80,7 +81,7 @@ class HolderClient:
         argv += [f"--linger={linger}", *(f"--keep={path}" for path in keep)]
         code = await asyncio.to_thread(_spawn, argv, log)
         if code not in (0, ANOTHER_SERVES):
-            text = await asyncio.to_thread(_tail, log)
+            text = await _tail(log)
             raise NodeError(f"the holder ended with {code}: {text}", reason="holder")
         end = asyncio.get_running_loop().time() + START_TIMEOUT
         while not await self.connect():
@@ -244,7 +245,8 @@ def _spawn(argv: Sequence[str], log: str) -> int:
     return done.returncode
 
 
-def _tail(path: str) -> str:
+async def _tail(path: str) -> str:
     with contextlib.suppress(OSError):
-        return Path(path).read_text(errors="replace").strip()[-600:]
+        async with aiofiles.open(path, errors="replace") as file:
+            return (await file.read()).strip()[-600:]
     return ""

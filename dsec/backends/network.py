@@ -22,14 +22,17 @@ from pathlib import Path
 from typing import IO, Any, TypeVar
 
 import msgspec
+import structlog
 
-from dsec.backends.base import GuestLink, LaunchPlan
+from dsec.backends.base import Capabilities, GuestLink, LaunchPlan
+from dsec.backends.plan import Node
 from dsec.config import NetworkConfig
 from dsec.errors import DsecError, NodeError, Unsupported
 from dsec.model import FileRequest
-from dsec.security import network, nft
+from dsec.security import network, nft, rtnl
 from dsec.security.network import Block, Denied, Ruleset, Wiring
 
+log = structlog.get_logger("dsec.network")
 T = TypeVar("T")
 RESOLVER_TIMEOUT = 15.0  # seconds until it must serve
 GUARD_PERIOD = 1.0  # seconds between two looks whether the table is there
@@ -37,8 +40,9 @@ TOP = "top"  # directory of a sandbox's state: a layer above all others with the
 
 
 class OpenNetwork:
-    """One Edge's. ``offer`` is known after `look`; None where open sandboxes cannot be had, and ``missing`` says why. ``block`` is what is
-    on the node or will be: an earlier start may have left something even where nothing can be had any more."""
+    """One Edge's. ``offer`` is known after `look`; None where open sandboxes cannot be had, and ``missing`` says why. `settle` makes sure,
+    when an open sandbox is asked for, that nothing else on the node uses it. ``block`` is what is on the node or will be: an earlier start
+    may have left something even where nothing can be had any more."""
 
     def __init__(
         self, config: NetworkConfig, edge: str, state_dir: str, run_dir: str, bus: tuple[tuple[str, int], ...], linger: float = 30.0
@@ -52,6 +56,7 @@ class OpenNetwork:
         self._log = f"{state_dir}/resolver.log"
         self._up: asyncio.Task[None] | None = None
         self._claimed = False
+        self._settling: asyncio.Task[None] | None = None
         self._idmapped = True
         self._child: subprocess.Popen[bytes] | None = None
         self._watching: asyncio.Task[None] | None = None
@@ -70,32 +75,52 @@ class OpenNetwork:
 
     # --- choosing --------------------------------------------------------------------------------------------------
 
-    async def look(self, idmapped: bool | None = None) -> None:
+    async def look(self, idmapped: bool | None = None, *, routes: bool = False) -> None:
         """Chooses the addresses. Changes nothing on the node. Raises `InvalidRequest` for a configuration that cannot be.
 
-        ``idmapped``: directories of the state directory's file system can be layers of any sandbox."""
+        ``idmapped``: directories of the state directory's file system can be layers of any sandbox. ``routes``: what the node uses is
+        looked at; without, the choice is one that only `settle` and the claim find in use."""
         self._idmapped = self._idmapped if idmapped is None else idmapped
-        self.block, self.offer, self.missing = self._remembered(), None, ""
         denied = network.check_deny(self.config.deny)
         candidates = network.blocks(self.config.ipv4_range, self.config.ipv4_block)
         network.prefix6(self.config.ipv6_prefix, self.edge, self._state)
         self._denied = Denied(nets=denied, endpoints=self._bus)
+        offer, missing = None, ""
         try:
-            self.block = self.offer = await self._in(self._choose, candidates)
+            offer = await self._in(self._choose, candidates, routes)
         except Unsupported as error:
-            self.missing = error.message
+            missing = error.message
         except OSError as error:
-            self.missing = f"the node's routes cannot be read: {error}"
+            missing = f"the node's routes cannot be read: {error}"
+        block = offer or await self._in(self._remembered)
+        self.block, self.offer, self.missing = block, offer, missing
 
-    def _choose(self, candidates: list[IPv4Network]) -> Block:
+    async def settle(self) -> None:
+        """Looks at the node's routes, once, before the first open sandbox is planned: an Edge that starts none needs no netlink library."""
+        if self._settling is None and self.offer is not None and not self._claimed:
+            self._settling = asyncio.get_running_loop().create_task(self.look(routes=True))
+        if self._settling is not None:
+            await asyncio.shield(self._settling)
+
+    def told(self, node: Node, capabilities: Capabilities) -> tuple[Node, Capabilities]:
+        """Both, with what is offered now."""
+        missing = {name: why for name, why in capabilities.missing.items() if name != "network"}
+        if self.missing:
+            missing["network"] = self.missing
+        node = msgspec.structs.replace(node, net=self.offer, net_missing=self.missing)
+        return node, msgspec.structs.replace(capabilities, missing=missing)
+
+    def _choose(self, candidates: list[IPv4Network], routes: bool) -> Block:
         if why := nft.trouble():
             raise Unsupported(why)
         prefix = network.link_prefix(self.edge, self._state)
-        known = nft.links(prefix, self.edge)
+        known = rtnl.links(prefix, self.edge)
         kept = self._remembered()
         if kept is not None and (known or nft.keys(kept.table, network.SOURCES4)):
             return kept  # sandboxes of an earlier start live in it
-        taken, self._mtu = nft.taken(prefix)
+        taken: list[tuple[network.Network, str]] = []
+        if routes:
+            taken, self._mtu = rtnl.taken(prefix)
         if kept is not None:
             # Its own gateway, left by a killed Edge, is in nobody's way.
             taken = [(net, who) for net, who in taken if str(net) != f"{kept.gateway4}/32"]
@@ -131,7 +156,7 @@ class OpenNetwork:
             try:
                 await self._in(self._claim, block)
             except Unsupported as error:
-                await self.look()
+                await self.look(routes=True)
                 raise NodeError(f"another has taken {block.net4} ({error.message}); a new try gets others", reason="address") from error
             await self._serve(block)
             if self._guarding is None or self._guarding.done():
@@ -143,19 +168,19 @@ class OpenNetwork:
         """Makes the block this Edge's, unless another took it since it was chosen."""
         with nft.choosing():
             kept = self._remembered()
-            taken, self._mtu = nft.taken(block.prefix)
+            taken, self._mtu = rtnl.taken(block.prefix)
             ours = f"{block.gateway4}/32" if kept == block else ""
             network.choose_block([IPv4Network(block.net4)], [(net, who) for net, who in taken if str(net) != ours], "")
             self._claimed = True
             if kept is not None and kept.gateway4 != block.gateway4:
-                nft.own_gateway(kept, delete=True)
+                rtnl.own_gateway(kept, delete=True)
             part = f"{self._record}.new"
             with open(part, "wb") as file:
                 file.write(msgspec.json.encode(block))
                 os.fsync(file.fileno())
             os.replace(part, self._record)
             nft.load(self._ruleset(block))
-            nft.own_gateway(block)
+            rtnl.own_gateway(block)
 
     async def _guard(self, block: Block) -> None:
         """Puts the table back when somebody flushes the node's whole ruleset: without it sandboxes reach each other and the node."""
@@ -163,11 +188,11 @@ class OpenNetwork:
             await asyncio.sleep(GUARD_PERIOD)
             try:
                 if not await self._in(nft.there, block.table):
-                    sys.stderr.write(f"dsec: the table {block.table} was removed by another program; it is made again\n")
+                    log.warning("network.table_removed", table=block.table, by="another program", then="it is made again")
                     await self._in(nft.load, self._ruleset(block))
                     await self._in(nft.allow, list(self._wired.values()), block.table)
             except (OSError, DsecError) as error:
-                sys.stderr.write(f"dsec: the table {block.table}: {error}\n")
+                log.error("network.table", table=block.table, error=str(error))
 
     def _ruleset(self, block: Block) -> Ruleset:
         return Ruleset(block=block, denied=self._denied, connections=self.config.connections)
@@ -237,13 +262,13 @@ class OpenNetwork:
                 finally:
                     writer.close()
             except OSError as error:
-                sys.stderr.write(f"dsec: the resolver: {error}\n")
+                log.warning("network.resolver", error=str(error))
             if self._closed:
                 return
             try:
                 await self._in(self._start, block)
             except (OSError, DsecError, subprocess.SubprocessError) as error:
-                sys.stderr.write(f"dsec: no resolver, trying again: {error}\n")
+                log.error("network.no_resolver", error=str(error), then="trying again")
                 await asyncio.sleep(1.0)
 
     # --- a sandbox's part ------------------------------------------------------------------------------------------
@@ -315,7 +340,7 @@ class OpenNetwork:
                     done.set_exception(failed) if failed is not None else done.set_result(None)
 
     async def adopt(self, plan: LaunchPlan) -> None:
-        """A sandbox of an earlier start: its rules are made sure of, and that the resolver serves. What fails is written to standard error:
+        """A sandbox of an earlier start: its rules are made sure of, and that the resolver serves. What fails is logged:
         the sandbox lives on without a network rather than not at all."""
         try:
             assert plan.wiring is not None
@@ -324,7 +349,7 @@ class OpenNetwork:
             await self._in(nft.allow, [plan.wiring], self.block.table)
             self._wired[plan.wiring.link] = plan.wiring
         except (DsecError, OSError) as error:
-            sys.stderr.write(f"dsec: the network of {plan.id}: {error}\n")
+            log.error("network.not_adopted", sandbox=plan.id, error=str(error))
 
     async def strays(self, known: Iterable[str]) -> set[str]:
         """Deletes what belongs to no known sandbox: interfaces, elements. Answers the ulids whose interface was one."""
@@ -335,8 +360,8 @@ class OpenNetwork:
         names = {network.link_name(block.prefix, ulid) for ulid in known}
 
         def sweep() -> set[str]:
-            found = {name: ulid for name, ulid in nft.links(block.prefix, self.edge).items() if name not in names}
-            nft.delete_links(found)
+            found = {name: ulid for name, ulid in rtnl.links(block.prefix, self.edge).items() if name not in names}
+            rtnl.delete_links(found)
             nft.forget(block.table, lambda name: name not in names)
             return {ulid for ulid in found.values() if ulid}
 
@@ -397,8 +422,8 @@ class OpenNetwork:
             block = self.block
 
             def undo() -> None:
-                nft.delete_links(nft.links(block.prefix, self.edge))
-                nft.own_gateway(block, delete=True)
+                rtnl.delete_links(rtnl.links(block.prefix, self.edge))
+                rtnl.own_gateway(block, delete=True)
                 nft.unload(block.table)
                 Path(self._record).unlink(missing_ok=True)
                 Path(self._control).unlink(missing_ok=True)

@@ -268,6 +268,11 @@ class _Spawner:
             self._running -= 1
 
 
+def loop_name() -> str:
+    """The package of the loop that runs here: "uvloop", or "asyncio"."""
+    return type(asyncio.get_running_loop()).__module__.partition(".")[0]
+
+
 def run(main: Coroutine[Any, Any, T]) -> T:
     """`asyncio.run` under uvloop; actors need it (half the CPU per message), a client without it gets asyncio's own loop."""
     try:

@@ -10,16 +10,18 @@ from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from dsec.bus import codec, subjects
 from dsec.bus.bus import Bus
 from dsec.bus.messages import Event, EventBatch
-from dsec.bus.spool import Record, Spool
-from dsec.bus.streams import EVENTS_STREAM, ask, checked
+from dsec.bus.streams import EVENTS_STREAM, Record, ask, checked
 from dsec.bus.transport import Msg, log
 from dsec.errors import Denied, DsecError, InvalidRequest, NotFound, Unavailable
 from dsec.model import SandboxId, new_ulid
+
+if TYPE_CHECKING:
+    from dsec.bus.spool import Spool
 
 BATCH_EVENTS = 256
 BATCH_BYTES = 256 * 1024
@@ -84,7 +86,9 @@ class EventPublisher:
         self._pause = 0.0
 
     async def start(self) -> Self:
-        self._spool = await asyncio.to_thread(lambda: Spool(self._directory, limit=self._spool_limit))
+        from dsec.bus.spool import Spool  # nodes publish events; who only reads them has no aiofiles
+
+        self._spool = await Spool.open(self._directory, limit=self._spool_limit)
         self._task = asyncio.get_running_loop().create_task(self._pump())
         return self
 
@@ -214,7 +218,7 @@ class EventPublisher:
         if not self.bus.connected:
             await asyncio.sleep(0.1)
             return
-        records = await asyncio.to_thread(self._spool.head)
+        records = await self._spool.head()
         done = 0
         try:
             for start in range(0, len(records), self.window):
@@ -230,7 +234,7 @@ class EventPublisher:
             log.warning("bus.events_wait", edge=self.edge, error=str(error), spooled=self._spool.size)
         finally:
             if done:
-                await asyncio.shield(asyncio.to_thread(self._spool.delivered, done))
+                await self._spool.delivered(done)
         if self._pause:
             await asyncio.sleep(self._pause * random.uniform(0.5, 1.5))
 
@@ -238,7 +242,7 @@ class EventPublisher:
         assert self._spool is not None
         before = self._spool.lost
         try:
-            await asyncio.shield(asyncio.to_thread(self._spool.append, records))
+            await self._spool.append(records)
         except OSError as error:  # a full disk: keep them in memory, bounded by the queue's limit
             self._failed = records + self._failed
             log.error("bus.spool_failed", edge=self.edge, error=str(error), messages=len(records))

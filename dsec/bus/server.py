@@ -19,6 +19,8 @@ from types import TracebackType
 from typing import Any, Self
 from urllib.parse import urlsplit
 
+import aiofiles
+
 from dsec.errors import NodeError, Unsupported
 
 _PR_SET_PDEATHSIG = 1
@@ -107,12 +109,12 @@ class NatsServer:
             stale.unlink(missing_ok=True)
         config = self.dir / "nats.conf"
         config.touch(mode=0o600)  # `extra` may hold passwords
-        config.write_text(
-            render_config(
-                store_dir=str(self.dir / "jetstream"), host=self.host, port=self.port if self.port > 0 else -1, ports_dir=str(ports_dir),
-                name=self.name, max_payload=self.max_payload, jetstream=self.jetstream, extra=self.extra,
-            )
+        text = render_config(
+            store_dir=str(self.dir / "jetstream"), host=self.host, port=self.port if self.port > 0 else -1, ports_dir=str(ports_dir),
+            name=self.name, max_payload=self.max_payload, jetstream=self.jetstream, extra=self.extra,
         )  # fmt: skip
+        async with aiofiles.open(config, "w") as file:
+            await file.write(text)
         self.process = self._spawn(binary, config)
         try:
             await self._ready(ports_dir, time.monotonic() + timeout)
@@ -148,13 +150,13 @@ class NatsServer:
             code = self.process.poll()
             if code is not None:
                 raise NodeError(
-                    f"nats-server ended with {code}: {self.log_tail()}", field="nats", value=str(self.log_path), retryable=False
+                    f"nats-server ended with {code}: {await self.log_tail()}", field="nats", value=str(self.log_path), retryable=False
                 )
-            ports = _read_ports(ports_dir)
+            ports = await _read_ports(ports_dir)
             if ports and await self._accepts(ports):
                 return
             if time.monotonic() > until:
-                raise NodeError(f"nats-server is not ready: {self.log_tail()}", field="nats", value=str(self.log_path))
+                raise NodeError(f"nats-server is not ready: {await self.log_tail()}", field="nats", value=str(self.log_path))
             await asyncio.sleep(0.01)
 
     async def _accepts(self, ports: dict[str, Any]) -> bool:
@@ -175,11 +177,8 @@ class NatsServer:
         self.monitor = str(ports.get("monitoring", [""])[0])
         return True
 
-    def log_tail(self, lines: int = 5) -> str:
-        try:
-            return " | ".join(self.log_path.read_text(errors="replace").splitlines()[-lines:])
-        except OSError:
-            return ""
+    async def log_tail(self, lines: int = 5) -> str:
+        return await tail(self.log_path, lines)
 
     async def stop(self, timeout: float = 5.0) -> None:
         """End it in order (SIGTERM), then by force. Idempotent."""
@@ -229,10 +228,20 @@ async def sync_always(monitor: str, timeout: float = 2.0) -> bool | None:
     return bool(config["sync_always"]) if "sync_always" in config else (False if config else None)
 
 
-def _read_ports(directory: Path) -> dict[str, Any] | None:
+async def tail(path: Path, lines: int) -> str:
+    """The last lines of a log in one; empty where there is none."""
+    try:
+        async with aiofiles.open(path, errors="replace") as file:
+            return " | ".join((await file.read()).splitlines()[-lines:])
+    except OSError:
+        return ""
+
+
+async def _read_ports(directory: Path) -> dict[str, Any] | None:
     for path in directory.glob("*.ports"):
         try:
-            ports: dict[str, Any] = json.loads(path.read_text())
+            async with aiofiles.open(path) as file:
+                ports: dict[str, Any] = json.loads(await file.read())
         except ValueError:  # half written
             return None
         if ports.get("nats"):

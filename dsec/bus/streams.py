@@ -23,6 +23,14 @@ WRONG_SEQUENCE = {10071, 10164}  # JetStream's "wrong last sequence"
 NOT_FOUND = {10059, 10037, 10014}  # stream, message, consumer
 
 
+class Record(msgspec.Struct, frozen=True, array_like=True):
+    """One message for a stream: its Nats-Msg-Id, subject and payload."""
+
+    id: str
+    subject: str
+    data: bytes
+
+
 class EventsConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The events stream: bounded by age and by bytes, whichever comes first; the oldest go."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 from collections.abc import Callable
 from typing import Any
@@ -66,9 +65,10 @@ def up_command(
     def work() -> int:
         from dsec.actors.run import setup_log
         from dsec.actors.up import up
+        from dsec.bus import bus
 
         setup_log(chosen)
-        code: int = asyncio.run(up(chosen, ready_file=ready_file))
+        code: int = bus.run(up(chosen, ready_file=ready_file))
         return code
 
     return int(needs_node(work))

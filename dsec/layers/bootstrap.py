@@ -79,7 +79,7 @@ async def bootstrap_debian(
         mirrors: list[str] = []
         if sources:
             mirrors = [str(stage / "machine.sources")]
-            await tools.in_thread(Path(mirrors[0]).write_text, aptsources.render(sources, credentials=True))
+            await tools.write(mirrors[0], aptsources.render(sources, credentials=True).encode())
         os.chmod(stage, 0o711)  # apt's own user has to reach the tree
         await tools.run(
             [
@@ -179,10 +179,11 @@ async def _fetch_busybox(work: Path, progress: Progress) -> Path:
     (lists / "partial").mkdir(parents=True)
     config = work / "apt.conf"
     # The last word over the machine's configuration: no hook of it may run, and caches are ours.
-    config.write_text(
+    text = (
         "#clear APT::Update::Pre-Invoke;\n#clear APT::Update::Post-Invoke;\n#clear APT::Update::Post-Invoke-Success;\n"
         f'Dir::Cache "{work}/cache";\nAPT::Sandbox::User "root";\n'
     )
+    await tools.write(config, text.encode())
     (work / "cache/archives/partial").mkdir(parents=True)
     apt = [tools.find("apt-get", "apt"), "-c", str(config), "-qq"]
     try:

@@ -134,12 +134,12 @@ class NodeLayers:
         meta = await remote.meta(digest, known)
         await self.evict(room=known.total)
         async with self.store.staging() as stage:
-            await tools.in_thread((stage / "meta").write_bytes, meta)
+            await tools.write(stage / "meta", meta)
             record = msgspec.structs.replace(info, remote=remote.url, names=())
             await self.store.put_split(stage / "meta", None, data, "", record)
             if ahead:
                 hint = self.store.side(digest, ".ahead")
-                await tools.in_thread(hint.write_bytes, msgspec.json.encode(ahead))
+                await tools.write(hint, msgspec.json.encode(ahead))
         progress(f"{digest[:19]}: {known.meta_size / 1e6:.1f} MB of metadata here, {known.size / 1e6:.1f} MB when they are read")
 
     def partial(self, digest: str) -> bool:
@@ -165,7 +165,7 @@ class NodeLayers:
             manifest=str(self.store.side(digest, ".manifest")),
             patience=self.patience,
             touched=str(self.store.side(digest, ".touched")),
-            ahead=msgspec.json.decode(ahead.read_bytes(), type=tuple[int, ...]) if ahead.exists() else (),
+            ahead=msgspec.json.decode(await tools.read(ahead), type=tuple[int, ...]) if ahead.exists() else (),
         )
         return msgspec.structs.replace(plan, lazy=lazy)
 
@@ -300,7 +300,7 @@ async def push(store: LayerStore, remote: RemoteStore, name: str, tag: str = "",
     pin = mounts.pin_layer(plan)
     try:
         info = await store.info(ref.digest)
-        known = await tools.in_thread(store.side(ref.digest, ".manifest").read_bytes)
+        known = await tools.read(store.side(ref.digest, ".manifest"))
         fresh = await remote.put(known, store.side(ref.digest, ".erofs"), store.side(ref.digest, ".data"), info)
     finally:
         os.close(pin)
@@ -317,6 +317,6 @@ async def push_touched(store: LayerStore, remote: RemoteStore, digest: str) -> i
     path = store.side(digest, ".touched")
     if not path.exists():
         return 0
-    chunks = msgspec.json.decode(await tools.in_thread(path.read_bytes), type=list[int])
+    chunks = msgspec.json.decode(await tools.read(path), type=list[int])
     await remote.put_ahead(digest, chunks)
     return len(chunks)

@@ -9,8 +9,10 @@ import os
 import shutil
 import signal
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from typing import ParamSpec, TypeVar
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import Any, ParamSpec, TypeVar
+
+import aiofiles
 
 from dsec.errors import DsecError, NodeError, Unsupported
 
@@ -28,7 +30,31 @@ async def in_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs)
 
     The disk's errors (full, read-only, damaged, vanished) become `NodeError`; a full disk may be retried.
     """
-    work = asyncio.ensure_future(asyncio.to_thread(function, *args, **kwargs))
+    return await _to_the_end(asyncio.to_thread(function, *args, **kwargs))
+
+
+async def read(path: str | os.PathLike[str]) -> bytes:
+    """A whole file; cancels and errors as in `in_thread`."""
+
+    async def work() -> bytes:
+        async with aiofiles.open(path, "rb") as file:
+            return await file.read()
+
+    return await _to_the_end(work())
+
+
+async def write(path: str | os.PathLike[str], data: bytes) -> None:
+    """A file with nothing but ``data``; cancels and errors as in `in_thread`."""
+
+    async def work() -> None:
+        async with aiofiles.open(path, "wb") as file:
+            await file.write(data)
+
+    await _to_the_end(work())
+
+
+async def _to_the_end(steps: Coroutine[Any, Any, T]) -> T:
+    work = asyncio.ensure_future(steps)
     try:
         return await asyncio.shield(work)
     except asyncio.CancelledError:

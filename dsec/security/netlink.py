@@ -1,8 +1,8 @@
 """Netlink messages as bytes and a socket that sends a batch of them: what is on the way of a create must not cost milliseconds.
 
-Only what the project sends is here: veth pairs, addresses, routes and neighbours (rtnetlink), elements of nftables sets (nfnetlink).
-A batch is one system call; the answers are read until each message has had its own. Building is pure. A general library (pyroute2) takes
-several milliseconds for the same and 9 MiB of an Edge's memory. Constants and layouts: include/uapi/linux/{netlink,rtnetlink,if_link,
+Only what is done for each sandbox is here: veth pairs, addresses, routes and neighbours (rtnetlink), elements of nftables sets
+(nfnetlink); the rest is pyroute2's (dsec/security/rtnl.py). A batch is one system call; the answers are read until each message has had
+its own. Building is pure. Constants and layouts: include/uapi/linux/{netlink,rtnetlink,if_link,
 nfnetlink}.h and netfilter/nf_tables.h.
 """
 
@@ -11,10 +11,9 @@ from __future__ import annotations
 import os
 import socket
 import struct
-import sys
 from collections.abc import Iterator, Sequence
-from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network
-from typing import NamedTuple, Self
+from ipaddress import IPv4Address, IPv6Address
+from typing import Self
 
 Address = IPv4Address | IPv6Address
 
@@ -31,16 +30,16 @@ NLMSG_ERROR = 2
 NLMSG_DONE = 3
 NLA_F_NESTED = 0x8000
 
-RTM_NEWLINK, RTM_DELLINK, RTM_GETLINK, RTM_NEWADDR, RTM_NEWROUTE, RTM_DELROUTE, RTM_GETROUTE, RTM_NEWNEIGH = 16, 17, 18, 20, 24, 25, 26, 28
+RTM_NEWLINK, RTM_NEWADDR, RTM_NEWROUTE, RTM_NEWNEIGH = 16, 20, 24, 28
 IFLA_ADDRESS, IFLA_IFNAME, IFLA_MTU, IFLA_LINKINFO, IFLA_IFALIAS, IFLA_AF_SPEC, IFLA_NET_NS_FD = 1, 3, 4, 18, 20, 26, 28
 IFLA_INFO_KIND, IFLA_INFO_DATA, VETH_INFO_PEER = 1, 2, 1
 IFLA_INET6_ADDR_GEN_MODE, ADDR_GEN_NONE = 8, 1
 IFF_UP, IFF_NOARP = 0x1, 0x80
 IFA_ADDRESS, IFA_LOCAL, IFA_F_NODAD = 1, 2, 0x02
 RTA_DST, RTA_OIF, RTA_GATEWAY = 1, 4, 5
-RT_TABLE_MAIN, RT_TABLE_LOCAL = 254, 255
-RT_SCOPE_UNIVERSE, RT_SCOPE_LINK, RT_SCOPE_HOST = 0, 253, 254
-RTN_UNICAST, RTN_LOCAL = 1, 2
+RT_TABLE_MAIN = 254
+RT_SCOPE_UNIVERSE, RT_SCOPE_LINK = 0, 253
+RTN_UNICAST = 1
 RTPROT_DSEC = 0xD5  # not in use by anyone in iproute2's rt_protos: it marks our routes
 NDA_DST, NDA_LLADDR, NUD_PERMANENT = 1, 2, 0x80
 
@@ -133,56 +132,6 @@ def set_link(index: int, *, alias: str = "", no_link_local: bool = False, up: bo
     return Message(RTM_NEWLINK, 0, payload)
 
 
-def del_link(name: str) -> Message:
-    return Message(RTM_DELLINK, 0, _ifinfo() + attribute(IFLA_IFNAME, _name(name)))
-
-
-def get_links() -> Message:
-    return Message(RTM_GETLINK, NLM_F_DUMP, _ifinfo(), ack=False)
-
-
-def get_routes() -> Message:
-    """Routes of every table, those to the node's own addresses among them."""
-    return Message(RTM_GETROUTE, NLM_F_DUMP, struct.pack("=BBBBBBBBI", socket.AF_UNSPEC, 0, 0, 0, 0, 0, 0, 0, 0), ack=False)
-
-
-class Link(NamedTuple):
-    """An interface, from a dump."""
-
-    ifindex: int
-    name: str
-    mtu: int
-    alias: str
-
-
-class Route(NamedTuple):
-    """A route, from a dump; ``to`` is None for the default one."""
-
-    to: IPv4Network | IPv6Network | None
-    ifindex: int
-
-
-def link_of(payload: bytes) -> Link:
-    found = dict(attributes(payload[16:]))
-    name, alias = (found.get(kind, b"").rstrip(b"\0").decode(errors="replace") for kind in (IFLA_IFNAME, IFLA_IFALIAS))
-    mtu = int.from_bytes(found.get(IFLA_MTU, b"")[:4], sys.byteorder)
-    return Link(struct.unpack_from("=i", payload, 4)[0], name, mtu, alias)
-
-
-def route_of(payload: bytes) -> Route | None:
-    """None for what is neither IPv4 nor IPv6."""
-    family, length = payload[0], payload[1]
-    found = dict(attributes(payload[12:]))
-    index = int.from_bytes(found.get(RTA_OIF, b"")[:4], sys.byteorder)
-    address = found.get(RTA_DST)
-    if family not in (socket.AF_INET, socket.AF_INET6):
-        return None
-    if address is None:
-        return Route(None, index) if length == 0 else None
-    net = IPv4Network((address, length), strict=False) if family == socket.AF_INET else IPv6Network((address, length), strict=False)
-    return Route(net, index)
-
-
 def new_address(index: int, address: Address) -> Message:
     """The whole address and nothing around it (/32, /128), without duplicate address detection."""
     flags = IFA_F_NODAD if address.version == 6 else 0
@@ -204,15 +153,6 @@ def new_route(index: int, to: Address | None, *, via: Address | None = None) -> 
         payload += attribute(RTA_GATEWAY, via.packed)
     payload += attribute(RTA_OIF, struct.pack("=i", index))
     return Message(RTM_NEWROUTE, NLM_F_CREATE | NLM_F_REPLACE, payload)
-
-
-def local_route(index: int, address: Address, *, delete: bool = False) -> Message:
-    """Makes ``address`` one of the node's own without giving it to an interface (or ends that); ``index`` is that of ``lo``."""
-    payload = struct.pack(
-        "=BBBBBBBBI", _family(address), address.max_prefixlen, 0, 0, RT_TABLE_LOCAL, RTPROT_DSEC, RT_SCOPE_HOST, RTN_LOCAL, 0
-    )
-    payload += attribute(RTA_DST, address.packed) + attribute(RTA_OIF, struct.pack("=i", index))
-    return Message(RTM_DELROUTE if delete else RTM_NEWROUTE, 0 if delete else NLM_F_CREATE | NLM_F_REPLACE, payload)
 
 
 def new_neighbour(index: int, address: Address, mac: bytes) -> Message:

@@ -1,13 +1,15 @@
 """Puts a network on the node: the nftables table, the veths, the routes. Everything blocks: call it in a thread.
 
 The table is loaded by ``nft`` once a start; what is done for each sandbox are netlink messages (dsec/security/netlink.py), and no process
-is started. All of it happens in the network namespace of the calling thread, which is the Edge's.
+is started. What the node has already is read in dsec/security/rtnl.py. All of it happens in the network namespace of the calling thread,
+which is the Edge's.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import importlib.util
 import json
 import os
 import shutil
@@ -20,13 +22,12 @@ from pathlib import Path
 
 from dsec import syscalls
 from dsec.errors import NodeError, Unsupported
-from dsec.security import netlink
+from dsec.security import netlink, rtnl
 from dsec.security.netlink import NETLINK_NETFILTER, NETLINK_ROUTE, Message, Netlink
-from dsec.security.network import ANSWERS, GATEWAY6, HOST_MAC, INTERFACE, MARKS, SOURCES4, SOURCES6, Block, Network, Ruleset, Wiring
+from dsec.security.network import ANSWERS, GATEWAY6, HOST_MAC, INTERFACE, MARKS, SOURCES4, SOURCES6, Ruleset, Wiring
 
 FORWARD4 = "/proc/sys/net/ipv4/ip_forward"
 FORWARD6 = "/proc/sys/net/ipv6/conf/all/forwarding"
-_LO = "lo"
 ELEMENTS_A_MESSAGE = 512  # an attribute holds 64 KiB at most
 
 
@@ -36,6 +37,8 @@ def trouble() -> str:
         return "disabled by DSEC_DISABLE"
     if shutil.which("nft") is None:
         return "nft is not installed: apt-get install nftables"
+    if importlib.util.find_spec("pyroute2") is None:
+        return "pyroute2 is not installed: pip install 'dsec[node]'"
     if _read(FORWARD4) != "1":
         return "IPv4 forwarding is off: sysctl -w net.ipv4.ip_forward=1 (and restart the Edge)"
     return ""
@@ -86,28 +89,6 @@ def _nft(*arguments: str, text: str | None = None) -> subprocess.CompletedProces
         raise Unsupported(f"nft: {error}", reason="network", fix="apt-get install nftables") from error
 
 
-# --- what the node has ---------------------------------------------------------------------------------------------------
-
-
-def taken(prefix: str) -> tuple[list[tuple[Network, str]], int]:
-    """Every network that this node has a route or an address in, with who has it, less what is this Edge's own (interfaces that begin with
-    ``prefix``); and the MTU of the way out."""
-    found: list[tuple[Network, str]] = []
-    mtus: list[int] = []
-    with Netlink(NETLINK_ROUTE) as route:
-        links = {link.ifindex: link for link in map(netlink.link_of, route.dump(netlink.get_links()))}
-        routes = [netlink.route_of(payload) for payload in route.dump(netlink.get_routes())]
-    for entry in routes:
-        link = links.get(entry.ifindex) if entry is not None else None
-        if entry is None or (link is not None and link.name.startswith(prefix)):
-            continue
-        if entry.to is not None:
-            found.append((entry.to, f"dev {link.name}" if link is not None else "no device"))
-        elif link is not None:
-            mtus.append(link.mtu)
-    return found, min([*mtus, 65_000]) if mtus else 1500
-
-
 @contextlib.contextmanager
 def choosing() -> Iterator[None]:
     """One Edge at a time chooses its block: abstract socket names are a network namespace's own, and go with their process."""
@@ -142,15 +123,6 @@ def there(table: str) -> bool:
     if code not in (0, errno.ENOENT):
         raise OSError(code, f"table {table}: {os.strerror(code)}")
     return code == 0
-
-
-def own_gateway(block: Block, *, delete: bool = False) -> None:
-    """The resolver's address becomes one of the node's, by a local route and without an interface. Raises `OSError`."""
-    with Netlink(NETLINK_ROUTE) as route:
-        message = netlink.local_route(socket.if_nametoindex(_LO), IPv4Address(block.gateway4), delete=delete)
-        code = route.send([message])[0]
-        if code and not (delete and code in (errno.ESRCH, errno.ENOENT)):
-            raise OSError(code, f"route to {block.gateway4}: {os.strerror(code)}")
 
 
 def unload(table: str) -> None:
@@ -188,7 +160,7 @@ def wire(wiring: Wiring, *, table: str, alias: str, pid: int, cgroup: str, mtu: 
                 with _enter(inside) as (guest, index):
                     guest.run(_inside(wiring, index), f"{INTERFACE} inside")
             except BaseException:
-                delete_links([wiring.link])
+                rtnl.delete_links([wiring.link])
                 unwire({wiring.link: wiring}, table=table)
                 raise
     finally:
@@ -265,14 +237,6 @@ def deletions(table: str, elements: Iterable[tuple[str, bytes, bytes]]) -> list[
     ]
 
 
-def delete_links(names: Iterable[str]) -> None:
-    with Netlink(NETLINK_ROUTE) as route:
-        for name in names:
-            code = route.send([netlink.del_link(name)])[0]
-            if code not in (0, errno.ENODEV):
-                raise OSError(code, f"remove {name}: {os.strerror(code)}")
-
-
 def allow(wirings: Iterable[Wiring], table: str) -> None:
     """The sandboxes' rules, where they may be there already. Raises `OSError`."""
     for wiring in wirings:
@@ -321,28 +285,3 @@ def keys(table: str, name: str) -> list[bytes]:
             if error.errno == errno.ENOENT:
                 return []
             raise
-
-
-def links(prefix: str, edge: str) -> dict[str, str]:
-    """The Edge's interfaces: name -> ulid by what the kernel remembers of each ("" where it remembers nothing: half made).
-
-    Raises `Unsupported` when another Edge's begin with the same prefix."""
-    if not any(name.startswith(prefix) for _, name in socket.if_nameindex()):
-        return {}
-    found: dict[str, str] = {}
-    with Netlink(NETLINK_ROUTE) as route:
-        everything = [netlink.link_of(payload) for payload in route.dump(netlink.get_links())]
-    for link in everything:
-        about = link.alias.split(" ")
-        if not link.name.startswith(prefix):
-            continue
-        if len(about) == 3 and about[0] == "dsec" and about[1] != edge:
-            raise Unsupported(
-                f"interfaces of another Edge ({about[1]}) begin with {prefix} too",
-                field="edge.name",
-                value=edge,
-                fix="give this Edge another name",
-                reason="network",
-            )
-        found[link.name] = about[2] if len(about) == 3 else ""
-    return found

@@ -26,14 +26,17 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from ipaddress import ip_address, ip_network
-from pathlib import Path
 from typing import cast
+
+import aiofiles
+import uvloop
 
 from dsec import syscalls
 from dsec.security import dns
 
 RESOLV_CONF = "/etc/resolv.conf"
 PORT = 53
+LOOPBACK = ("127.0.0.1", PORT)
 NOBODY = 65_534
 IN_FLIGHT, IN_FLIGHT_EACH = 2_048, 128  # queries, and of one sandbox
 CONNECTIONS, CONNECTIONS_EACH = 256, 16  # TCP
@@ -60,11 +63,10 @@ class Upstreams:
         self._listen = listen
         self._path = path
         self._seen: tuple[int, int] | None = None
-        self._servers: list[Upstream] = self._fixed
-        self.look()
+        self._servers: list[Upstream] = self._fixed or [LOOPBACK]
 
-    def look(self) -> None:
-        """Reads resolv.conf where it has changed."""
+    async def look(self) -> None:
+        """Reads resolv.conf where it has changed; at first it has."""
         if self._fixed:
             return
         try:
@@ -72,11 +74,12 @@ class Upstreams:
             if (now := (stat.st_mtime_ns, stat.st_ino)) == self._seen:
                 return
             self._seen = now
-            names = dns.nameservers(Path(self._path).read_text(errors="replace"))
+            async with aiofiles.open(self._path, errors="replace") as file:
+                names = dns.nameservers(await file.read())
         except OSError:
             names = []
         # glibc asks this machine where the file names nobody.
-        self._servers = [(name, PORT) for name in names if name != self._listen] or [("127.0.0.1", PORT)]
+        self._servers = [(name, PORT) for name in names if name != self._listen] or [LOOPBACK]
 
     def order(self) -> list[Upstream]:
         """The servers to try, first to last."""
@@ -253,7 +256,7 @@ class Control:
         while not self.over.is_set():
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self.over.wait(), LOOK)
-            self.resolver.upstreams.look()
+            await self.resolver.upstreams.look()
             if self.edges or any(name.startswith(links) for _, name in socket.if_nameindex()):
                 useful = loop.time()
             elif loop.time() - useful > linger:
@@ -266,7 +269,8 @@ async def run(options: argparse.Namespace) -> None:
     resolver = Resolver(Upstreams(options.upstream, options.listen), options.net)
     await loop.create_datagram_endpoint(lambda: resolver, local_addr=(options.listen, options.port))
     server = await asyncio.start_server(resolver.serve, options.listen, options.port, backlog=128)
-    control = Control(resolver, {"listen": options.listen, "net": options.net, "upstream": options.upstream})
+    about = {"listen": options.listen, "net": options.net, "upstream": options.upstream, "loop": type(loop).__module__.partition(".")[0]}
+    control = Control(resolver, about)
     with contextlib.suppress(FileNotFoundError):
         os.unlink(options.control)
     mask = os.umask(0o177)
@@ -275,6 +279,7 @@ async def run(options: argparse.Namespace) -> None:
     finally:
         os.umask(mask)
     _drop_root()
+    await resolver.upstreams.look()  # only now: the thread that reads has nobody's rights as well
     for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         loop.add_signal_handler(signum, lambda: None)  # what ends an Edge must not end its sandboxes' resolver
     sys.stdout.write("ready\n")
@@ -307,7 +312,8 @@ def main() -> None:
     parser.add_argument("--links", required=True, help="names of the interfaces that it serves begin with this")
     parser.add_argument("--linger", type=float, default=30.0)
     parser.add_argument("--upstream", action="append", default=[])
-    asyncio.run(run(parser.parse_args()))
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(run(parser.parse_args()))
 
 
 if __name__ == "__main__":

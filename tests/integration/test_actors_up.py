@@ -18,7 +18,15 @@ from dsec.actors.up import Cluster
 from dsec.errors import NodeError
 from tests.integration.actors_box import SPEC
 
-_UP = "import sys; from dsec import config; from dsec.actors.up import up; from dsec.bus.bus import run; sys.exit(run(up(config.load())))"
+_UP = """import sys
+from dsec import config
+from dsec.actors.run import setup_log
+from dsec.actors.up import up
+from dsec.bus.bus import run
+made = config.load()
+setup_log(made)
+sys.exit(run(up(made)))
+"""
 
 
 class Up:
@@ -98,8 +106,26 @@ async def test_a_child_that_dies_is_told_and_never_restarted(state_dir: Path) ->
     os.kill(edge, signal.SIGKILL)
     _, errors = await asyncio.wait_for(up.process.communicate(), 20)
     assert up.process.returncode == 1
-    assert b"edge n1 ended by itself" in errors
+    assert b"up.ended_by_itself" in errors
+    assert b"kind=edge" in errors
+    assert b"name=n1" in errors
     await _gone(up.children)
+
+
+async def test_every_actor_runs_on_uvloop(state_dir: Path) -> None:
+    """`dsec up`, Watcher, Scheduler, Edge and simulated Edges say which loop runs them when they serve."""
+    up = await _start(state_dir)
+    assert up.said["loop"] == "uvloop"
+    simulated = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "dsec.actors.simulate", "--url", up.said["url"], "--edges", "1", stdout=asyncio.subprocess.PIPE
+    )
+    assert simulated.stdout is not None
+    assert json.loads(await asyncio.wait_for(simulated.stdout.readline(), 30))["loop"] == "uvloop"
+    simulated.terminate()
+    up.process.terminate()
+    await asyncio.gather(simulated.wait(), up.process.communicate())
+    async with Cluster(state_dir / "second", backends=("fake",)) as cluster:
+        assert {child.kind: child.ready["loop"] for child in cluster.children} == dict.fromkeys(("watcher", "scheduler", "edge"), "uvloop")
 
 
 async def test_several_edges_and_schedulers(state_dir: Path) -> None:

@@ -68,16 +68,23 @@ class Served:
             return await asyncio.wait_for(loop.sock_recv(sock, 65_535), timeout)
 
 
+async def both(protocol: Any, serve: Any) -> tuple[Any, Any, asyncio.Server]:
+    """Listens over UDP and TCP on one port that is free for both."""
+    while True:
+        transport, made = await asyncio.get_running_loop().create_datagram_endpoint(protocol, local_addr=("127.0.0.1", 0))
+        try:
+            return transport, made, await asyncio.start_server(serve(made), "127.0.0.1", transport.get_extra_info("sockname")[1])
+        except OSError:  # another program has it
+            transport.close()
+
+
 @pytest_asyncio.fixture
 async def served() -> AsyncIterator[Served]:
-    loop = asyncio.get_running_loop()
-    transport, upstream = await loop.create_datagram_endpoint(Upstream, local_addr=("127.0.0.1", 0))
+    transport, upstream, tcp = await both(Upstream, lambda made: made.tcp)
     where = transport.get_extra_info("sockname")[1]
-    tcp = await asyncio.start_server(upstream.tcp, "127.0.0.1", where)
     made = Resolver(Upstreams([f"127.0.0.1@{where}"], "127.0.0.1"), "127.0.0.0/8")
-    listening, _ = await loop.create_datagram_endpoint(lambda: made, local_addr=("127.0.0.1", 0))
+    listening, _, server = await both(lambda: made, lambda made: made.serve)
     port = listening.get_extra_info("sockname")[1]
-    server = await asyncio.start_server(made.serve, "127.0.0.1", port)
     yield Served(port, upstream, made)
     for each in (transport, listening, tcp, server):
         each.close()
@@ -151,18 +158,19 @@ async def test_tcp_carries_what_is_large(served: Served) -> None:
     writer.close()
 
 
-def test_upstreams_follow_resolv_conf_and_never_ask_themselves(tmp_path: Path) -> None:
+async def test_upstreams_follow_resolv_conf_and_never_ask_themselves(tmp_path: Path) -> None:
     """A changed file is read again; the resolver's own address is left out; without a server the node itself is asked."""
     path = tmp_path / "resolv.conf"
     path.write_text("nameserver 192.0.2.1\nnameserver 10.208.0.1\n")
     made = Upstreams([], "10.208.0.1", str(path))
+    await made.look()
     assert set(made.order()) == {("192.0.2.1", 53)}
     (tmp_path / "new").write_text("nameserver 192.0.2.2\nnameserver 192.0.2.3\n")
     (tmp_path / "new").rename(path)
-    made.look()
+    await made.look()
     assert made.order() == [("192.0.2.2", 53), ("192.0.2.3", 53), ("192.0.2.2", 53)]
     path.unlink()
-    made.look()
+    await made.look()
     assert set(made.order()) == {("127.0.0.1", 53)}
     assert parse_upstream("192.0.2.1@5353") == ("192.0.2.1", 5353)
     with pytest.raises(ValueError, match="not-an-address"):

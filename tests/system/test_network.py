@@ -201,6 +201,7 @@ async def test_resolver_passes_every_type_and_large_answers(node: Yard) -> None:
     _, out, err = await sh(box, f"python3 -c '{ASK}' {backend.node.net.gateway4} nowhere.outside.test")
     assert [line.split()[-1] for line in out.splitlines()] == ["3", "3"], err
     about = await backend.network.resolver()
+    assert about["loop"] == "uvloop"
     assert about["counts"]["queries"] == 4
 
 
@@ -404,6 +405,33 @@ async def test_two_edges_of_a_node_take_different_addresses(node: Yard, make_yar
     assert (await get(box, other.plan.wiring.address4, 9000)).startswith("failed")
     for each in (box, other):
         assert await get(each, "www.outside.test") in (NODE4, NODE6)
+
+
+async def test_addresses_that_the_node_uses_are_avoided(node: Yard) -> None:
+    """Before the first open sandbox is planned the node's routes are looked at; where all addresses are in use that is said."""
+    config = NetworkConfig(upstreams=(OUTSIDE4,), ipv4_range="10.222.0.0/20", ipv4_block=21)
+    backend = await node.backend(network=config)
+    first = backend.node.net.net4
+    output("ip", "route", "add", "blackhole", first)
+    try:
+        await backend.settle_network()
+        second = backend.node.net.net4
+        assert second != first
+        output("ip", "route", "add", "blackhole", second)
+        try:
+            other = await node.backend(network=config)
+            await other.settle_network()
+            assert "overlaps a route" in other.capabilities.missing["network"]
+            with pytest.raises(Unsupported, match="overlaps a route"):
+                node.plan(other.node, **OPEN)
+            await other.shutdown()
+        finally:
+            output("ip", "route", "del", "blackhole", second)
+    finally:
+        output("ip", "route", "del", "blackhole", first)
+    await backend.settle_network()
+    assert backend.node.net.net4 == second, "looked at once"
+    await backend.shutdown()
 
 
 async def test_a_hundred_sandboxes_cost_the_hundredth_what_the_first_did(node: Yard) -> None:

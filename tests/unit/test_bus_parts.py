@@ -74,55 +74,55 @@ def ids(records: list[Record]) -> list[int]:
     return [int(one.id) for one in records]
 
 
-def test_a_spool_keeps_order_through_restarts(tmp_path: Path) -> None:
+async def test_a_spool_keeps_order_through_restarts(tmp_path: Path) -> None:
     """Records come back in order, by the same object or a later one, and leave no file when all are delivered."""
-    spool = Spool(tmp_path)
+    spool = await Spool.open(tmp_path)
     assert not spool
-    assert spool.head() == []
-    spool.append([record(1), record(2)])
-    spool.append([record(3)])
-    assert ids(spool.head()) == [1, 2, 3]
-    spool.delivered(1)
-    assert ids(spool.head()) == [2, 3]
-    spool.append([record(4)])  # never into a segment that is being delivered
-    again = Spool(tmp_path)
-    assert ids(again.head()) == [1, 2, 3]  # delivered in part: repeated, and readers dedupe
-    again.delivered(3)
-    assert ids(again.head()) == [4]
-    again.delivered(1)
-    assert again.head() == []
+    assert await spool.head() == []
+    await spool.append([record(1), record(2)])
+    await spool.append([record(3)])
+    assert ids(await spool.head()) == [1, 2, 3]
+    await spool.delivered(1)
+    assert ids(await spool.head()) == [2, 3]
+    await spool.append([record(4)])  # never into a segment that is being delivered
+    again = await Spool.open(tmp_path)
+    assert ids(await again.head()) == [1, 2, 3]  # delivered in part: repeated, and readers dedupe
+    await again.delivered(3)
+    assert ids(await again.head()) == [4]
+    await again.delivered(1)
+    assert await again.head() == []
     assert not list(tmp_path.iterdir())
 
 
-def test_a_torn_record_is_left_out(tmp_path: Path) -> None:
+async def test_a_torn_record_is_left_out(tmp_path: Path) -> None:
     """A crash in the middle of a write costs that record only, which nobody was told was safe."""
-    spool = Spool(tmp_path)
-    spool.append([record(1), record(2)])
+    spool = await Spool.open(tmp_path)
+    await spool.append([record(1), record(2)])
     path = next(tmp_path.glob("*.seg"))
     path.write_bytes(path.read_bytes()[:-3])
-    again = Spool(tmp_path)
-    again.append([record(3)])
-    assert ids(again.head()) == [1]
-    again.delivered(1)
-    assert ids(again.head()) == [3]
+    again = await Spool.open(tmp_path)
+    await again.append([record(3)])
+    assert ids(await again.head()) == [1]
+    await again.delivered(1)
+    assert ids(await again.head()) == [3]
     path = next(tmp_path.glob("*.seg"))
     path.write_bytes(path.read_bytes().replace(b"xxx", b"xyx"))
-    assert Spool(tmp_path).head() == []
+    assert await (await Spool.open(tmp_path)).head() == []
 
 
-def test_a_full_spool_drops_the_oldest_and_counts(tmp_path: Path) -> None:
+async def test_a_full_spool_drops_the_oldest_and_counts(tmp_path: Path) -> None:
     """At the bound the oldest segment goes; how many records that cost is counted, also for the next process."""
-    spool = Spool(tmp_path, limit=2 * SEGMENT)
+    spool = await Spool.open(tmp_path, limit=2 * SEGMENT)
     for number in range(40):
-        spool.append([record(number, 100_000)])
+        await spool.append([record(number, 100_000)])
     assert spool.size <= 2 * SEGMENT
     assert spool.lost > 0
-    again = Spool(tmp_path, limit=2 * SEGMENT)
+    again = await Spool.open(tmp_path, limit=2 * SEGMENT)
     assert again.lost == spool.lost
     left: list[int] = []
-    while records := again.head():
+    while records := await again.head():
         left += ids(records)
-        again.delivered(len(records))
+        await again.delivered(len(records))
     assert left == list(range(spool.lost, 40))
 
 
