@@ -171,8 +171,21 @@ class Client:
         min_ready: int | None = None,
         deadline: float = 120.0,
         keep_partial: bool = False,
+        **options: Unpack[Options],
     ) -> Burst:
-        return Burst(self._running(), self._client.burst(specs, n, min_ready, deadline, keep_partial))
+        return Burst(self._running(), self._client.burst(specs, n, min_ready, deadline, keep_partial, **options))
+
+    def create_many(
+        self,
+        specs: str | SandboxSpec | Sequence[SandboxSpec],
+        n: int | None = None,
+        *,
+        min_ready: int | None = None,
+        timeout: float = 120.0,
+        **options: Unpack[Options],
+    ) -> builtins.list[Sandbox]:
+        made = self._run(self._client.create_many(specs, n, min_ready=min_ready, timeout=timeout, **options))
+        return [Sandbox(self._running(), sandbox) for sandbox in made]
 
     def attach(self, sandbox_id: str) -> Sandbox:
         return Sandbox(self._running(), self._run(self._client.attach(sandbox_id)))

@@ -350,16 +350,20 @@ class Burst:
         self._close(f"not ready within {self._deadline:g} s")
         if not self._keep_partial:
             await self._client._stop_all(self.sandboxes)
-        reasons = summary([error for _, error in self.failed])
+        errors = [error for _, error in self.failed]
+        reasons = summary(errors)
         counts = f"{len(gathering.ledger.ready)} of {self.n} sandboxes became ready, {self.min_ready} were wanted"
-        raise BurstError(f"{counts}: {reasons}" if reasons else counts, reason="min_ready")
+        fixes = {error.fix for error in errors}  # what all of them advise is advice for the burst
+        fix = fixes.pop() if len(fixes) == 1 else ""
+        raise BurstError(f"{counts}: {reasons}" if reasons else counts, reason="min_ready", fix=fix)
 
 
 def summary(errors: Sequence[DsecError], most: int = 3) -> str:
-    """The commonest errors with their counts, in one line."""
+    """The commonest errors with their counts, in one line: which field and value, not which sandbox."""
     counts: dict[str, int] = {}
     for error in errors:
-        text = error.message
+        where = f"{error.field}={error.value!r}: " if error.field and error.value else f"{error.field}: " if error.field else ""
+        text = where + error.message
         counts[text] = counts.get(text, 0) + 1
     ranked = sorted(counts.items(), key=lambda item: -item[1])
     return "; ".join(f"{count} x {text}" for text, count in ranked[:most]) + ("; …" if len(ranked) > most else "")

@@ -183,12 +183,13 @@ class Client:
         *,
         min_ready: int | None = None,
         timeout: float = 120.0,
+        **options: Unpack[Options],
     ) -> Handles:
         """As `burst`, for sandboxes that outlive this client if their spec says ``on_client_loss="keep"``; those that became ready.
 
         Raises `BurstError` (and leaves nothing) when fewer than ``min_ready`` did.
         """
-        burst = self.burst(specs, n, min_ready, timeout)
+        burst = self.burst(specs, n, min_ready, timeout, **options)
         made = False
         await burst.__aenter__()
         try:
@@ -207,16 +208,22 @@ class Client:
         min_ready: int | None = None,
         deadline: float = 120.0,
         keep_partial: bool = False,
+        **options: Unpack[Options],
     ) -> Burst:
-        """Many sandboxes: ``async with client.burst(spec, 64) as b: async for sandbox in b: …``.
+        """Many sandboxes: ``async with client.burst("debian-12", 64, memory="256MiB") as b: async for sandbox in b: …``.
 
         Args:
-            specs: one spec (or an image's name) for ``n`` sandboxes, or one for each.
+            specs: one spec (or an image's name, with ``options`` as for `sandbox`) for ``n`` sandboxes, or one for each.
             min_ready: fewer than these raise `BurstError`; None = all of them. What is not ready at the ``deadline`` (seconds) is
                 cancelled and listed in ``failed``.
             keep_partial: leave those that are ready running when a `BurstError` is raised.
         """
-        expanded = expand(spec(specs) if isinstance(specs, str) else specs, n)
+        if isinstance(specs, str):
+            expanded = expand(spec(specs, **options), n)
+        elif options:
+            raise _beside_a_spec(options)
+        else:
+            expanded = expand(specs, n)
         least = len(expanded) if min_ready is None else min_ready
         if isinstance(least, bool) or not isinstance(least, int) or not 0 <= least <= len(expanded):
             raise wrong("is out of range", "min_ready", min_ready, f"use a whole number from 0 to {len(expanded)}")
@@ -459,9 +466,13 @@ def gone(sandbox_id: str, info: SandboxInfo) -> SandboxGone:
 def _spec_of(image: str | SandboxSpec, options: Options) -> SandboxSpec:
     if isinstance(image, SandboxSpec):
         if options:
-            raise wrong("cannot be given beside a whole spec", next(iter(options)), "", "put it into libdsec.spec(…)")
+            raise _beside_a_spec(options)
         return image
     return spec(image, **options)
+
+
+def _beside_a_spec(options: Options) -> InvalidRequest:
+    return wrong("cannot be given beside a whole spec", next(iter(options)), "", "put it into libdsec.spec(…)")
 
 
 def _selector(

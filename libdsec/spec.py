@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 import re
 from collections.abc import Iterable, Mapping
@@ -20,7 +21,18 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]{0,3})\s*")
 _LABEL_KEY = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,127}")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _ENV_NAME = re.compile(r"[^=\0]+")
+_KEY_FIX = {_LABEL_KEY: "use letters, digits and inner . _ - /", _ENV_NAME: "a variable's name holds no ="}
 _USER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,31}(?::[A-Za-z0-9_][A-Za-z0-9_.-]{0,31})?")
+
+
+# What E2B, Modal and Docker call it, and what it is called here.
+ALIASES = {
+    "cpu": "cpus", "cpu_count": "cpus", "mem": "memory", "mem_limit": "memory", "memory_limit": "memory", "memory_mb": "memory",
+    "disk_size": "disk", "pids_limit": "pids", "envs": "env", "env_vars": "env", "environment": "env", "cwd": "workdir",
+    "working_dir": "workdir", "metadata": "labels", "tags": "labels", "toolkit": "toolkits", "workspaces": "workspace",
+    "network_mode": "network", "internet": "network", "allow_internet_access": "network", "block_network": "network", "gpu": "devices",
+    "gpus": "devices", "runtime": "backend", "lifetime": "ttl", "max_lifetime": "ttl",
+}  # fmt: skip
 
 
 class Options(TypedDict, total=False):
@@ -115,10 +127,17 @@ def layer_name(value: object, field: str) -> str:
     return name
 
 
+def several(value: object, field: str, fix: str) -> list[Any]:
+    """The items of a list; anything that is none is refused by name instead of with Python's own words."""
+    if isinstance(value, str | bytes) or not isinstance(value, Iterable):
+        raise wrong(f"is not a list but {type(value).__name__}", field, repr(value), fix)
+    return list(value)
+
+
 def names(value: str | LayerRef | Iterable[str | LayerRef] | None, field: str) -> tuple[str, ...]:
     if value is None or value == "":
         return ()
-    items = [value] if isinstance(value, str | LayerRef) else list(value)
+    items = [value] if isinstance(value, str | LayerRef) else several(value, field, "give a layer's name, or a list of them")
     if len(items) > 100:
         raise wrong(f"names {len(items)} layers, more than 100", field)
     return tuple(layer_name(item, f"{field}[{at}]" if len(items) > 1 else field) for at, item in enumerate(items))
@@ -135,7 +154,7 @@ def str_map(value: Mapping[str, str] | None, field: str, *, keys: re.Pattern[str
     for key, item in value.items():
         name = text(key, f"{field} key", limit=512)
         if not keys.fullmatch(name):
-            raise wrong("is not a usable name", f"{field} key", name)
+            raise wrong("is not a usable name", f"{field} key", name, _KEY_FIX[keys])
         result[name] = text(item, f"{field}.{name}", limit=value_limit, empty=True)
     return result
 
@@ -192,8 +211,15 @@ def directory(value: str | None, field: str = "workdir") -> str:
 def network_policy(value: str | Iterable[str]) -> NetworkPolicy:
     if isinstance(value, str):
         return NetworkPolicy(mode=choice(value, "network", ("none", "open")))
-    rules = tuple(text(rule, f"network[{at}]", limit=512) for at, rule in enumerate(value))
+    rules = tuple(text(rule, f"network[{at}]", limit=512) for at, rule in enumerate(several(value, "network", 'use "none" or "open"')))
     return NetworkPolicy(mode="rules", rules=rules) if rules else NetworkPolicy()
+
+
+def option_meant(name: str) -> str:
+    """The fix for an option that there is not: the likely one, or all of them."""
+    known = sorted(Options.__annotations__)
+    near = [ALIASES[name]] if name in ALIASES else difflib.get_close_matches(name, known, n=1, cutoff=0.7)
+    return f"did you mean {near[0]}?" if near else f"the options are {', '.join(known)}"
 
 
 def spec(image: str, **options: Unpack[Options]) -> SandboxSpec:
@@ -204,7 +230,7 @@ def spec(image: str, **options: Unpack[Options]) -> SandboxSpec:
     given: dict[str, Any] = dict(options)
     unknown = sorted(set(given) - set(Options.__annotations__))
     if unknown:
-        raise wrong("is not an option of a sandbox", unknown[0], "", f"the options are {', '.join(sorted(Options.__annotations__))}")
+        raise wrong("is not an option of a sandbox", unknown[0], "", option_meant(unknown[0]))
     get = given.get
     resources = Resources(
         cpus=number(get("cpus", 1), "cpus", 0.01, 1024),
@@ -215,7 +241,7 @@ def spec(image: str, **options: Unpack[Options]) -> SandboxSpec:
     )
     hostname = get("hostname", "")
     if hostname and not _NAME.fullmatch(text(hostname, "hostname", limit=64)):
-        raise wrong("is not a host name", "hostname", hostname)
+        raise wrong("is not a host name", "hostname", hostname, "use letters, digits and inner . _ -, 64 at most")
     if not isinstance(get("best_effort", False), bool):
         raise wrong("must be True or False", "best_effort", get("best_effort"))
     result = SandboxSpec(
@@ -232,7 +258,7 @@ def spec(image: str, **options: Unpack[Options]) -> SandboxSpec:
         user=user_name(get("user")),
         hostname=hostname,
         labels=labels_map(get("labels")),
-        devices=tuple(text(device, "devices", limit=256) for device in get("devices", ())),
+        devices=tuple(text(device, "devices", limit=256) for device in several(get("devices", ()), "devices", "give a list")),
         node_labels=labels_map(get("node_labels"), "node_labels"),
         isolation=choice(get("isolation", "shared"), "isolation", ("shared", "user")),
         network=network_policy(get("network", "none")),
@@ -255,7 +281,7 @@ def argv(cmd: str | Iterable[str], field: str = "cmd") -> tuple[str, ...]:
     elif isinstance(cmd, bytes | bytearray):
         raise wrong("must be a string or a list of strings, not bytes", field, bytes(cmd[:80]))
     else:
-        parts = tuple(cmd)
+        parts = tuple(several(cmd, field, "give a shell command as a string, or argv as a list"))
     if not parts:
         raise wrong("is an empty list", field, "", "name a program")
     fix = "write it to a file with files.write and run that"

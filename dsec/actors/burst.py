@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import msgspec
 
@@ -172,7 +173,7 @@ class Slice:
         """What no node takes: final ones fail, the others wait."""
         failed = []
         for row in rows:
-            error = refusal_error(row.filter, row.final)
+            error = refusal_error(row.filter, row.final, self.specs[row.spec] if row.final else None)
             if row.filter == "layers" and row.index in self.why:
                 failed.append(self._fail(row.index, self.why[row.index]))  # every node was asked and lacks it
             elif row.final:
@@ -210,18 +211,29 @@ class Slice:
         return failed
 
 
-def refusal_error(refused_by: str, final: bool) -> DsecError:
-    """The error behind a placement filter's name."""
+def refusal_error(refused_by: str, final: bool, spec: msgspec.Raw | None = None) -> DsecError:
+    """The error behind a placement filter's name, with what ``spec`` asks for there."""
     if refused_by == "nodes":
         return Unavailable("no node is up", reason="nodes", fix="start an Edge: dsec up, or dsec serve edge")
     if final and refused_by == "backend":
-        return Unsupported("no node offers this backend", field="backend", reason="backend")
+        fix = "see `dsec node ls` for what nodes offer"
+        return Unsupported("no node offers this backend", field="backend", value=asked(spec, "backend"), reason="backend", fix=fix)
     if final and refused_by in ("arch", "devices", "labels"):
         field = "node_labels" if refused_by == "labels" else refused_by
-        return Unsupported(f"no node has the {refused_by} that the spec asks for", field=field, reason=refused_by)
+        message = f"no node has the {refused_by} that the spec asks for"
+        return Unsupported(message, field=field, value=asked(spec, field), reason=refused_by, fix="see `dsec node ls --json`")
     if final:
-        return InvalidRequest("more than any node has", field=f"resources.{refused_by}", reason=refused_by, fix="ask for less")
+        field, fix = f"resources.{refused_by}", "ask for less; `dsec node ls` shows what there is"
+        return InvalidRequest("more than any node has", field=field, value=asked(spec, field), reason=refused_by, fix=fix)
     return Busy(f"no node has room now: {refused_by}", reason=refused_by, fix="wait, ask for less or add nodes")
+
+
+def asked(spec: msgspec.Raw | None, field: str) -> str:
+    """What an encoded spec says at ``field`` (``resources.memory``); empty where it leaves the default or there is no such field."""
+    value: Any = msgspec.msgpack.decode(spec) if spec is not None else None
+    for name in field.split("."):
+        value = value.get(name) if isinstance(value, dict) else None
+    return "" if value is None else str(value)
 
 
 def pause_before(attempt: int, first: float, most: float, rng: random.Random) -> float:

@@ -244,7 +244,7 @@ def _check(spec: SandboxSpec, node: Node) -> None:
         raise Unsupported(
             "network rules are not enforced yet, so what they ask for is not given",
             field="network",
-            value=spec.network.rules or spec.network.mode,
+            value=", ".join(spec.network.rules) or spec.network.mode,
             fix='use network="none", or "open" for all but the node and other sandboxes',
             reason="network",
         )

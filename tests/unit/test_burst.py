@@ -15,7 +15,7 @@ from dsec.actors.burst import Batch, Slice
 from dsec.actors.placement import Unplaced, requirement
 from dsec.bus.messages import CreateItem, LaunchEnvelope, LaunchItem, Refusal
 from dsec.errors import Busy, DeadlineExceeded, InvalidRequest, NotFound, Unavailable
-from dsec.model import SandboxSpec
+from dsec.model import Resources, SandboxSpec
 
 
 def raw(spec: SandboxSpec) -> msgspec.Raw:
@@ -114,6 +114,18 @@ def test_static_filters_fail_at_once_and_capacity_waits() -> None:
     failed = s.unplaced([Unplaced(0, 0, "backend", True), Unplaced(1, 0, "slots", False)])
     assert [(f.index, f.error.code) for f in failed] == [(0, "unsupported")]
     assert [item.first for item in s.waiting] == [1]
+
+
+def test_a_final_refusal_names_what_was_asked() -> None:
+    """The value stands beside the field, also where it is one level down; a default that the wire leaves out is not made up."""
+    spec = SandboxSpec(image="x", backend="none-such", resources=Resources(memory=1 << 45))
+    for name, field, value in (
+        ("backend", "backend", "none-such"),
+        ("memory", "resources.memory", str(1 << 45)),
+        ("cpus", "resources.cpus", ""),
+    ):
+        error = burst.refusal_error(name, True, raw(spec))
+        assert (error.field, error.value, bool(error.fix)) == (field, value, True)
 
 
 def test_the_same_request_has_the_same_hash() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,11 +13,12 @@ from hypothesis import strategies as st
 import libdsec
 from dsec.bus import codec
 from dsec.bus.messages import BurstNews, Failed, Placed, ReadyItem
-from dsec.errors import Busy, DeadlineExceeded, InvalidRequest, NodeError
+from dsec.errors import Busy, DeadlineExceeded, InvalidRequest, NodeError, NotFound
 from dsec.model import Captured, OpStatus, SandboxId
+from libdsec.burst import summary
 from libdsec.plan import Ledger, expand, slices
 from libdsec.results import ExecResult
-from libdsec.spec import argv, exec_spec, size, spec
+from libdsec.spec import ALIASES, Options, argv, exec_spec, size, spec
 
 A, B = "0" * 26, "1" * 26
 
@@ -104,7 +106,7 @@ def test_any_text_is_a_spec_or_a_typed_error(text: str) -> None:
         {"workspace": text},
     ):
         try:
-            codec.encode(spec("debian-12", **options))  # type: ignore[arg-type]
+            codec.encode(spec("debian-12", **options))
         except InvalidRequest as error:
             assert error.field  # noqa: PT017 - not every combination is refused
 
@@ -236,3 +238,53 @@ def test_every_sandbox_is_claimed_or_dropped_never_both(story: list[tuple[str, i
     heard = {SandboxId(edge, str(index) * 26) for kind, index, edge in story if kind != "failed"}
     assert heard <= claims | drops
     assert not set(ledger.ready) & set(ledger.errors)
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [("mem_limit", "memory"), ("envs", "env"), ("cpu", "cpus"), ("cwd", "workdir"), ("metadata", "labels"), ("memroy", "memory")],
+)
+def test_an_option_of_another_sdk_is_told_by_our_name(name: str, meant: str) -> None:
+    """What E2B, Modal or Docker call it, and what is misspelt, is answered with the name here."""
+    with pytest.raises(InvalidRequest) as caught:
+        spec("x", **{name: 1})  # type: ignore[arg-type]
+    assert (caught.value.field, caught.value.fix) == (name, f"did you mean {meant}?")
+
+
+def test_the_names_behind_other_names_are_options() -> None:
+    """No hint leads to an option that there is not."""
+    assert set(ALIASES.values()) <= set(Options.__annotations__)
+    assert not set(ALIASES) & set(Options.__annotations__)
+
+
+@pytest.mark.parametrize(
+    ("work", "field"),
+    [
+        (lambda: spec("x", network=False), "network"),  # type: ignore[arg-type]
+        (lambda: spec("x", devices=1), "devices"),  # type: ignore[arg-type]
+        (lambda: spec("x", toolkits=7), "toolkits"),  # type: ignore[arg-type]
+        (lambda: argv(None), "cmd"),  # type: ignore[arg-type]
+        (lambda: argv(3), "cmd"),  # type: ignore[arg-type]
+    ],
+)
+def test_what_is_no_list_is_refused_by_field(work: Callable[[], object], field: str) -> None:
+    """A bool or None where a text or a list belongs is a typed error with a fix, never Python's own."""
+    with pytest.raises(InvalidRequest) as caught:
+        work()
+    assert caught.value.field == field
+    assert caught.value.fix
+
+
+async def test_a_burst_takes_the_options_of_a_sandbox() -> None:
+    """`burst(image, n, memory=…)` and `sandbox(image, memory=…)` read alike; beside a whole spec options are refused."""
+    client = libdsec.connect()
+    assert client.burst("x", 2, memory="64MiB", labels={"a": "b"})._specs == [spec("x", memory="64MiB", labels={"a": "b"})] * 2
+    for made in (spec("x"), [spec("x")]):
+        with pytest.raises(InvalidRequest, match="beside a whole spec"):
+            client.burst(made, memory="64MiB")
+
+
+def test_a_failed_burst_names_field_value_and_fix() -> None:
+    """What all sandboxes failed of is told as for one: field and value, counted without the ids."""
+    errors = [NotFound("no such layer", field="image", value="debian-13", sandbox=str(at), fix="f") for at in range(4)]
+    assert summary(errors) == "4 x image='debian-13': no such layer"
