@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 from typing import Any
 
@@ -17,8 +18,6 @@ def bus_command() -> None:
 
 
 async def connect(settings: Settings) -> Any:
-    import os
-
     from dsec.bus.bus import Bus
 
     url = settings.url or os.environ.get("DSEC_URL") or "nats://127.0.0.1:4222"
@@ -118,6 +117,8 @@ def decode_command(settings: Settings, source: str) -> None:
         data = sys.stdin.buffer.read()
     elif all(character in "0123456789abcdefABCDEF " for character in source) and len(source.replace(" ", "")) % 2 == 0:
         data = bytes.fromhex(source)
+    elif not os.path.exists(source):
+        raise click.UsageError(f"{source!r} is neither a file nor an even number of hexadecimal digits")
     else:
         with open(source, "rb") as file:
             data = file.read()

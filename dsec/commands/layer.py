@@ -107,13 +107,17 @@ def import_(
     else:
         from dsec.errors import NotFound
 
-        raise NotFound("no such directory, file or repository", field="source", value=source)
+        raise NotFound("no such directory, file or repository", field="source", value=source, fix="give a path from here, or a git URL")
     show_ref(settings, ref.name, ref.digest)
 
 
 def split_revision(source: str) -> tuple[str, str]:
-    """``url@rev`` -> (url, rev). The @ of ``git@host:path`` is none of a revision."""
+    """``url@rev`` -> (url, rev). The @ of ``git@host:path`` is none of a revision; one behind a directory that is there is."""
+    import os
+
     head, _, last = source.rpartition("@")
+    if head and os.path.isdir(head) and not os.path.isdir(source):
+        return head, last
     path_begins = "/" in head.partition("://")[2] if "://" in source else "/" in head or ":" in head
     return (head, last) if head and ":" not in last and path_begins else (source, "HEAD")
 
@@ -159,7 +163,7 @@ def info(settings: Settings, name: str, config: str | None, store: str | None) -
 @common
 def verify(settings: Settings, name: str, config: str | None, store: str | None) -> None:
     """Read a layer whole and compare it with its digest."""
-    _one(settings, run(open_store(config, store).verify(name)))
+    _one(settings, run(open_store(config, store).verify(name)), "verified:   its bytes give its digest")
 
 
 @layer_command.command("rm")
@@ -211,11 +215,27 @@ def gc(settings: Settings, config: str | None, store: str | None) -> None:
         click.echo(f"{len(removed.digests)} layers, {size_text(removed.bytes)} freed; {len(removed.in_use)} in use")
 
 
-def _one(settings: Settings, info_: LayerInfo) -> None:
+def _one(settings: Settings, info_: LayerInfo, more: str = "") -> None:
     if settings.json:
         emit(info_)
         return
+    for field, value in lines_of(info_):
+        click.echo(f"{field + ':':<12}{value}")
+    if more:
+        click.echo(more)
+
+
+def lines_of(info_: LayerInfo) -> list[tuple[str, str]]:
+    """A record as people read it: what it sets for sandboxes by name, sizes and times in words, nothing that is empty."""
+    lines: list[tuple[str, str]] = []
     for field in info_.__struct_fields__:
         value = getattr(info_, field)
-        if value not in ("", (), None):
-            click.echo(f"{field + ':':<12}{value}")
+        if field == "created_ts":
+            lines.append(("created", f"{age(value)} ago"))
+        elif field == "config":
+            lines += [("env", f"{key}={text}") for key, text in sorted(value.env.items())]
+            lines += [(name, text) for name, text in (("workdir", value.workdir), ("user", value.user)) if text]
+        elif value not in ("", (), None, 0):
+            shown = size_text(value) if field == "size" else ", ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+            lines.append((field, shown))
+    return lines

@@ -130,17 +130,24 @@ pause_command = many("pause", "Freeze sandboxes: no CPU, no reservation. Any req
 resume_command = many("resume", "Thaw sandboxes.")
 
 
+# Of this version; a newer node may send others, so a name that is not here is told and not refused.
+KINDS = ("created", "running", "paused", "resumed", "packed", "stopped", "node_up", "node_lost")
+
+
 @click.command("events")
 @click.option("-f", "--follow", is_flag=True, help="Go on with what happens from now on.")
 @click.option("--since", default=None, metavar="-10m|UNIX|all", help="Where to begin. [default: all there is; with -f: now]")
 @click.option("-l", "--label", multiple=True, metavar="KEY=VALUE")
-@click.option("--kind", multiple=True, help="Only events of this kind: created, running, paused, resumed, stopped, …")
+@click.option("--kind", multiple=True, help=f"Only events of this kind: {', '.join(KINDS)}.")
 @click.option("--id", "ids", multiple=True, metavar="ID", help="Only of this sandbox.")
 @common
 def events_command(
     settings: Settings, follow: bool, since: str | None, label: tuple[str, ...], kind: tuple[str, ...], ids: tuple[str, ...]
 ) -> None:
     """Events of the project; with --json one object a line."""
+    for name in kind:
+        if name not in KINDS:
+            click.echo(f"dsec: --kind {name!r}: this version knows no such kind (it knows {', '.join(KINDS)})", err=True)
 
     async def work() -> None:
         start = since if since is not None or follow else "all"
@@ -168,7 +175,10 @@ def node_command() -> None:
 @node_command.command("ls")
 @common
 def node_ls(settings: Settings) -> None:
-    """Nodes with their load, as the Watcher sees them."""
+    """Nodes with their load, as the Watcher sees them: SLOTS, MEMORY and CPUS are what sandboxes have reserved of what may be.
+
+    More than the machine has may be reserved, by `edge.memory_overcommit` and `edge.cpu_overcommit`.
+    """
 
     async def work() -> ClusterView:
         async with settings.connect() as client:

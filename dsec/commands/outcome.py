@@ -21,9 +21,15 @@ def report(error: BaseException, arguments: list[str]) -> int:
     if isinstance(error, KeyboardInterrupt | click.exceptions.Abort):
         _print("interrupted")
         return INTERRUPTED
+    if isinstance(error, getattr(click.exceptions, "NoArgsIsHelpError", ())):  # click >= 8.2: the help itself, not a line made of it
+        sys.stderr.write(str(error) + "\n")
+        return USAGE
     if isinstance(error, click.UsageError):
-        where = f" (see `{error.ctx.command_path} --help`)" if error.ctx is not None else ""
-        _print(f"{error.format_message().rstrip('.')}{where}")
+        fix = f"see `{error.ctx.command_path} --help`" if error.ctx is not None else ""
+        message = error.format_message().rstrip(".")
+        if _wants_json(arguments):
+            _emit({"code": "invalid", "message": " ".join(message.split()), "fix": fix, "retryable": False})
+        _print(f"{message} ({fix})" if fix else message)
         return USAGE
     if isinstance(error, click.ClickException):
         _print(error.format_message())
@@ -32,12 +38,15 @@ def report(error: BaseException, arguments: list[str]) -> int:
         if _wants_json(arguments):
             import msgspec
 
-            sys.stdout.write(json.dumps({"error": msgspec.to_builtins(error.body())}) + "\n")
+            _emit(msgspec.to_builtins(error.body()))
         _print(str(error))
         return code_of(error)
     if isinstance(error, OSError):
-        _print(f"{error.filename}: {error.strerror}" if error.filename else str(error))
-        return FAILED
+        message = f"{error.filename}: {error.strerror}" if error.filename else str(error)
+        if _wants_json(arguments):
+            _emit({"code": "error", "message": message, "retryable": False})
+        _print(message)
+        return NOT_FOUND if isinstance(error, FileNotFoundError) else FAILED
     raise error
 
 
@@ -56,6 +65,10 @@ def code_of(error: BaseException) -> int:
 def _wants_json(arguments: list[str]) -> bool:
     own = arguments[: arguments.index("--")] if "--" in arguments else arguments
     return "--json" in own
+
+
+def _emit(body: dict[str, object]) -> None:
+    sys.stdout.write(json.dumps({"error": body}) + "\n")
 
 
 def _print(text: str) -> None:

@@ -170,7 +170,7 @@ async def follow(
     """Run it with our own standard streams; its exit code."""
     if settings.json:
         data = await stdio.read_all() if feed else None
-        result = await sandbox.exec(list(argv), env=env, cwd=workdir, user=user, stdin=data, timeout=timeout)
+        result = await sandbox.exec(list(argv), env=env, cwd=workdir, user=user, stdin=data, timeout=timeout or 0)  # as without --json
         emit(result_map(sandbox.id, result))
         return result.exit_code & 0xFF
     async with sandbox.start(list(argv), env=env, cwd=workdir, user=user, stdin=feed, timeout=timeout or 0) as process:
@@ -190,7 +190,7 @@ async def follow(
 @click.option("-d", "--detach", is_flag=True, help="Start the command, print the sandbox's id and leave.")
 @click.option("-i", "--interactive/--no-stdin", "feed", default=None, help="Pass standard input on. [default: if it is a pipe or a file]")
 @click.option("-t", "--tty", is_flag=True, help="Give it a terminal, ours: -it as with Docker.")
-@click.option("--timeout", default=None, type=float, help="Seconds until the command is killed.")
+@click.option("--timeout", default=None, type=float, help="Seconds until the command is killed. [default: no limit]")
 @common
 def run_command(
     settings: Settings,
@@ -271,7 +271,7 @@ def create_command(settings: Settings, image: str, ready_timeout: float, count: 
 @spec_options
 @click.option("-n", "--count", required=True, type=click.IntRange(1, 1_000_000), help="How many sandboxes.")
 @click.option("--min-ready", default=None, type=int, help="Fewer than these are a failure. [default: all]")
-@click.option("--timeout", default=600.0, show_default=True, help="Seconds for the command.")
+@click.option("--timeout", default=600.0, show_default=True, help="Seconds for the command; 0 = no limit.")
 @common
 def burst_command(
     settings: Settings,
@@ -283,7 +283,7 @@ def burst_command(
     ready_timeout: float,
     **given: Any,
 ) -> int:
-    """Run COMMAND in COUNT sandboxes at once, each as soon as it is ready. Exit code 0 when all of them gave 0."""
+    """Run COMMAND (`true` unless given) in COUNT sandboxes at once, each as soon as it is ready. Exit code 0 when all of them gave 0."""
     command = strip_dashes(command) or ("true",)
 
     made_of = make_spec(image, given)
@@ -323,7 +323,12 @@ def show_burst(settings: Settings, rows: list[dict[str, Any]], failed: list[dict
     for row in [*rows, *failed]:
         error = row.get("error")
         code = "timed out" if row.get("timed_out") else "out of memory" if row.get("oom_killed") else str(row["exit_code"])
-        last = str(error) if error is not None else (row["stdout"].strip() or row["stderr"].strip()).rsplit("\n", 1)[-1]
+        # Without the sandbox's id: what failed alike counts as one row.
+        last = (
+            str(error).removeprefix(f"sandbox {error.sandbox}: ")
+            if error is not None
+            else (row["stdout"].strip() or row["stderr"].strip()).rsplit("\n", 1)[-1]
+        )
         key = ("error" if error is not None else code, last[:100])
         outcomes[key] = outcomes.get(key, 0) + 1
     ranked = sorted(outcomes.items(), key=lambda item: -item[1])
@@ -340,7 +345,7 @@ def show_burst(settings: Settings, rows: list[dict[str, Any]], failed: list[dict
 @click.option("-d", "--detach", is_flag=True, help="Start it and leave; prints the operation's id.")
 @click.option("-i", "--interactive/--no-stdin", "feed", default=None, help="Pass standard input on. [default: if it is a pipe or a file]")
 @click.option("-t", "--tty", is_flag=True, help="Give it a terminal, ours: -it as with Docker.")
-@click.option("--timeout", default=None, type=float, help="Seconds until the command is killed.")
+@click.option("--timeout", default=None, type=float, help="Seconds until the command is killed. [default: no limit]")
 @common
 def exec_command(
     settings: Settings,

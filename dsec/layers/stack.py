@@ -106,4 +106,5 @@ def close_matches(name: str, known: Iterable[str]) -> str:
         return "did you mean " + " or ".join(near) + "?"
     if choices:
         return "this node has " + ", ".join(choices[:8]) + (", …" if len(choices) > 8 else "")
-    return "this node has no layers yet: make one with `dsec layer bootstrap` or `dsec layer import`"
+    made = "make one with `dsec layer bootstrap debian` or `dsec layer import`"
+    return f"this node has no layers yet: {made}; a node with a --state-dir of its own wants `--store STATE_DIR/layers` there"

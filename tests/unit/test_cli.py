@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -14,6 +15,8 @@ import pytest
 from dsec import cli
 from dsec.commands import common, files, layer, outcome, run
 from dsec.errors import Busy, InvalidRequest, NotFound, SandboxGone, Unavailable
+from dsec.model import Captured
+from libdsec import ExecResult, Output
 
 NODE_ONLY = ("uvloop", "aiofiles", "pyroute2", "aiodocker", "ziglang", "nats_server")
 
@@ -96,6 +99,87 @@ def test_json_errors_are_json() -> None:
     assert json.loads(done.stdout)["error"]["code"] == "invalid"
 
 
+@pytest.mark.parametrize(
+    "arguments", [("--json", "nonsense"), ("ls", "--json", "--nonsense"), ("stop", "--json"), ("run", "--json", "debian-12")]
+)
+def test_json_usage_errors_are_json_too(arguments: tuple[str, ...]) -> None:
+    """A wrong option or a missing argument is told in the same form as any other error."""
+    done = dsec(*arguments)
+    error = json.loads(done.stdout)["error"]
+    assert (done.returncode, error["code"], error["retryable"]) == (2, "invalid", False)
+    assert "--help" in error["fix"]
+
+
+@pytest.mark.parametrize("arguments", [(), ("layer",), ("node",), ("bus",)])
+def test_a_group_without_a_command_shows_its_help(arguments: tuple[str, ...]) -> None:
+    """`dsec` alone prints the help as it is laid out, on standard error, as wrong usage."""
+    done = dsec(*arguments)
+    lines = done.stderr.decode().splitlines()
+    assert (done.returncode, done.stdout) == (2, b"")
+    assert lines[0].startswith("Usage: dsec ")
+    assert len(lines) > 8
+
+
+def test_a_file_that_is_not_there_is_not_found() -> None:
+    """What cannot be decoded is said to be neither a file nor digits; an event kind that nobody knows is told."""
+    done = dsec("decode", "/nonexistent")
+    assert (done.returncode, b"neither a file nor" in done.stderr) == (2, True)
+    assert outcome.report(FileNotFoundError(2, "No such file or directory", "x"), []) == 3
+    assert b"knows no such kind" in dsec("--url", "nats://127.0.0.1:1", "events", "--kind", "start").stderr
+
+
+def test_a_local_repository_takes_a_revision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """DIR@REV is a revision where the directory is there, relative or not; an @ in a name that exists is the name's."""
+    (tmp_path / "repo").mkdir()
+    (tmp_path / "odd@name").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert layer.split_revision("repo@v1") == ("repo", "v1")
+    assert layer.split_revision("odd@name") == ("odd@name", "HEAD")
+    assert layer.split_revision("git@host:path") == ("git@host:path", "HEAD")
+
+
+def test_a_layers_record_is_told_in_words() -> None:
+    """Sizes and times are read by people; what a layer sets is named; what is empty is left out."""
+    from dsec.layers.store import LayerConfig, LayerInfo
+
+    config = LayerConfig(env={"A": "1"}, user="agent")
+    info = LayerInfo(
+        digest="sha256:" + "0" * 64, stored="erofs", size=2048, created_ts=time.time(), source="dir x", config=config, names=("n", "m")
+    )
+    lines = layer.lines_of(info)
+    assert {"env": "A=1", "user": "agent", "size": "2.0 KiB", "names": "n, m"}.items() <= dict(lines).items()
+    assert not [name for name, value in lines if not value or "LayerConfig" in value]
+
+
+def test_a_burst_counts_what_failed_alike_as_one(capsys: pytest.CaptureFixture[str]) -> None:
+    """The sandbox's id does not make two of one mistake."""
+    errors = [NotFound("cannot run the command", field="argv", value="nosuch", sandbox=f"n1-{at}") for at in range(3)]
+    run.show_burst(settings_of(), [{"exit_code": None, "error": error} for error in errors], [], 1.0)
+    assert [line.split()[:2] for line in capsys.readouterr().out.splitlines()][1] == ["3", "error"]
+
+
+async def test_json_changes_the_form_and_not_the_time_limit(capsys: pytest.CaptureFixture[str]) -> None:
+    """`dsec run --json` has no limit unless one is given, as without --json."""
+    limits: list[object] = []
+
+    class Box:
+        id = "n1-x"
+
+        async def exec(self, cmd: list[str], **options: object) -> ExecResult:
+            limits.append(options["timeout"])
+            return ExecResult(exit_code=0, stdout=Output.of(Captured()), stderr=Output.of(Captured()), duration=0.0, op="o")
+
+    settings = common.Settings({"as_json": True})
+    for timeout in (None, 3.0):
+        assert await run.follow(settings, Box(), ("true",), timeout=timeout, feed=False) == 0  # type: ignore[arg-type]
+    assert limits == [0, 3.0]
+    assert json.loads(capsys.readouterr().out.splitlines()[0])["exit_code"] == 0
+
+
+def settings_of() -> common.Settings:
+    return common.Settings({})
+
+
 def test_decode_reads_bytes_and_hex() -> None:
     """`dsec decode` shows msgpack from a pipe, from hexadecimal text and JSON as it is."""
     data = msgspec.msgpack.encode({"a": [1, b"x"], "b": None})
@@ -106,8 +190,8 @@ def test_decode_reads_bytes_and_hex() -> None:
 
 
 def test_version_and_completion() -> None:
-    """Versions as JSON; completion scripts for three shells."""
-    assert json.loads(dsec("version", "--json").stdout)["dsec"]
+    """Versions as JSON and as one line; completion scripts for three shells."""
+    assert json.loads(dsec("version", "--json").stdout)["dsec"] == dsec("--version").stdout.decode().split()[1]
     for shell in ("bash", "zsh", "fish"):
         assert b"_DSEC_COMPLETE" in dsec("completion", shell).stdout
     done = dsec(env={"_DSEC_COMPLETE": "bash_complete", "COMP_WORDS": "dsec la", "COMP_CWORD": "1"})
