@@ -31,6 +31,7 @@ enum {
     HELLO_MS = 5000,         /* a connection that has not said HELLO by then is closed */
     HOLD_MS = 10000,         /* how long a stream waits for its (next) reader before it drops */
     IN_WAIT_MS = 2000,       /* how long an INPUT waits for room before it is told that there is none */
+    KEEP_STREAM_MS = 3000,   /* how long a finished service's last bytes are kept for a reader that asks again */
     HALF_CLOSED_MS = 600000, /* how long a connection lives of which the far side has said its end */
     KILL_MS = 5000,          /* a tree that could not be killed by then is reported as ended anyway */
     HEADER = 12,

@@ -149,24 +149,30 @@ static void op_free(struct op *op) {
 
 static size_t kept(const struct op *op) { return stream_kept(op->out[0]) + stream_kept(op->out[1]); }
 
-static struct op *oldest(bool with_output) {
+static struct op *oldest(bool with_output, uint32_t flags) {
     struct op *found = NULL;
     for (struct op *op = ops; op; op = op->next)
-        if (!op->running && (!with_output || (kept(op) && !op->waiters && !op->reader.serial)) && (!found || op->ended < found->ended)) found = op;
+        if (!op->running && (op->flags & flags) == flags && (!with_output || (kept(op) && !op->waiters && !op->reader.serial)) &&
+            (!found || op->ended < found->ended))
+            found = op;
     return found;
 }
 
 static void retain(void) {
     struct op *op;
     retention_due = false;
-    while (finished_n > MAX_FINISHED && (op = oldest(false))) {
+    int services = 0;
+    for (op = ops; op; op = op->next) services += !op->running && op->flags & S_SERVICE;
+    /* Connections come and go by the hundred: they do not displace what commands have said. */
+    while (finished_n > MAX_FINISHED && (op = oldest(false, services > MAX_FINISHED / 4 ? S_SERVICE : 0))) {
+        services -= op->flags & S_SERVICE ? 1 : 0;
         finished_n--;
         op_free(op);
     }
     size_t bytes = 0;
     for (op = ops; op; op = op->next) bytes += op->running ? 0 : kept(op);
     /* The result's numbers stay; only the text goes, oldest first. */
-    while (bytes > KEEP_BYTES && (op = oldest(true))) {
+    while (bytes > KEEP_BYTES && (op = oldest(true, 0))) {
         bytes -= kept(op);
         for (int i = 0; i < 2; i++) stream_shed(op->out[i]);
     }
@@ -384,6 +390,11 @@ void op_timers(int64_t now, int64_t *next) {
             if (now >= op->ended / 1000 + KEEP_FINISHED_MS) {
                 finished_n--;
                 op_free(op);
+            }
+            else if (op->flags & S_SERVICE && !op->reader.serial && kept(op)) { /* its stream is for nobody else */
+                if (now >= op->ended / 1000 + KEEP_STREAM_MS)
+                    for (int i = 0; i < 2; i++) stream_shed(op->out[i]);
+                else at(op->ended / 1000 + KEEP_STREAM_MS, next);
             }
             continue; /* what is kept too long is dropped at the next wake-up: an idle agent sets no timer */
         }
