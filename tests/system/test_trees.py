@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+import pytest_asyncio
 
 import libdsec
 from dsec.actors.up import Cluster
@@ -26,6 +27,13 @@ __all__ = ["client", "cluster", "sandbox"]
 pytestmark = [pytest.mark.needs("root", "cgroup", "oci", "guest"), pytest.mark.asyncio(loop_scope="module")]
 
 HASH = "import hashlib, sys; print(hashlib.file_digest(open(sys.argv[1], 'rb'), 'sha256').hexdigest())"
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def shared(cluster: Cluster) -> AsyncIterator[Sandbox]:
+    """For tests that keep to a directory of their own."""
+    async with libdsec.connect(cluster.url) as client, client.sandbox("small", **ROOMY) as sandbox:
+        yield sandbox
 
 
 async def pieces(data: bytes, size: int = 100_000) -> AsyncIterator[bytes]:
@@ -97,16 +105,16 @@ async def test_c44_a_tree_goes_up_and_down_as_it_is(sandbox: Sandbox, tmp_path: 
 
 
 @pytest.mark.parametrize("size", [0, 1, 511, 512, 513, 18_433, 120_000, 262_145, 20_000_000])
-async def test_c39_c40_every_size_in_a_tar(sandbox: Sandbox, tmp_path: Path, size: int) -> None:
+async def test_c39_c40_every_size_in_a_tar(shared: Sandbox, tmp_path: Path, size: int) -> None:
     """Hashes agree inside and after the way back, within a deadline."""
     (tmp_path / "up").mkdir()
     data = os.urandom(size)
     (tmp_path / "up/f").write_bytes(data)
     async with asyncio.timeout(30):
-        assert await sandbox.files.upload(tmp_path / "up", "/tmp/up") == size
-        inside = (await sandbox.exec(["python3", "-c", HASH, "/tmp/up/f"])).stdout.text.strip()
+        assert await shared.files.upload(tmp_path / "up", f"/sizes/{size}") == size
+        inside = (await shared.exec(["python3", "-c", HASH, f"/sizes/{size}/f"])).stdout.text.strip()
         assert inside == hashlib.sha256(data).hexdigest()
-        await sandbox.files.download("/tmp/up", tmp_path / "down")
+        await shared.files.download(f"/sizes/{size}", tmp_path / "down")
     assert (tmp_path / "down/f").read_bytes() == data
 
 
@@ -169,15 +177,15 @@ async def test_c42_a_stream_takes_no_memory(client: Client, cluster: Cluster, si
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-async def test_c43_a_hostile_tar_stays_below_its_target(sandbox: Sandbox, name: str) -> None:
+async def test_c43_a_hostile_tar_stays_below_its_target(shared: Sandbox, name: str) -> None:
     """The same archives into the sandbox: refused with a typed error or unpacked below the target, twice in a row."""
-    await sandbox.exec("mkdir -p /w/out /w/target; cd /w; echo keep > out/keep; chmod 600 out/keep", check=True)
+    await shared.exec("rm -rf /w; mkdir -p /w/out /w/target; cd /w; echo keep > out/keep; chmod 600 out/keep", check=True)
     for _ in range(2):
         with contextlib.suppress(InvalidRequest, SandboxError, NotFound):  # nothing else may come out
-            await sandbox.files.upload_tar(pieces(HOSTILE[name]("/w/out") + END, 700), "/w/target")
-    left = await sandbox.exec("cd /w; ls -A /w out; cat out/keep; stat -c %a out/keep; ls -A / | grep -c evil")
+            await shared.files.upload_tar(pieces(HOSTILE[name]("/w/out") + END, 5000), "/w/target")
+    left = await shared.exec("cd /w; ls -A /w out; cat out/keep; stat -c %a out/keep; ls -A / | grep -c evil")
     assert left.stdout.text == "/w:\nout\ntarget\n\nout:\nkeep\nkeep\n600\n0\n"
-    assert await services(sandbox) == []
+    assert await services(shared) == []
 
 
 @pytest.mark.parametrize("form", ["pax", "gnu", "ustar", "oldgnu", "v7"])
