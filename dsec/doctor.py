@@ -22,8 +22,10 @@ import msgspec
 
 from dsec import doctor_probes as probes
 from dsec import syscalls
+from dsec.config import NetworkConfig
+from dsec.errors import Unsupported
 from dsec.layers import probe as stacking
-from dsec.security import nft
+from dsec.security import network, nft, rtnl
 
 Status = Literal["ok", "fallback", "missing"]
 
@@ -472,9 +474,14 @@ def _nft() -> Answer:
 def _network() -> Answer:
     if why := nft.trouble():
         return "missing", why
+    room = NetworkConfig()
+    try:
+        block = network.choose_block(network.blocks(room.ipv4_range, room.ipv4_block), rtnl.taken("ds")[0])
+    except Unsupported as error:
+        return "missing", error.message
     if why := nft.firewall_trouble():
         return "fallback", why
-    return "ok", "nftables, and IPv4 is forwarded"
+    return "ok", f"nftables, IPv4 is forwarded, {block} is free"
 
 
 @_check("ipv6", "open sandboxes have IPv4 only", "sysctl -w net.ipv6.conf.all.forwarding=1")

@@ -300,7 +300,6 @@ def _drop_root() -> None:
         os.setgroups([])
         os.setresgid(NOBODY, NOBODY, NOBODY)
         os.setresuid(NOBODY, NOBODY, NOBODY)
-    syscalls.set_no_new_privs()
 
 
 def main() -> None:
@@ -312,6 +311,7 @@ def main() -> None:
     parser.add_argument("--links", required=True, help="names of the interfaces that it serves begin with this")
     parser.add_argument("--linger", type=float, default=30.0)
     parser.add_argument("--upstream", action="append", default=[])
+    syscalls.set_no_new_privs()  # before the loop has threads: they inherit it, and keep what they have when it comes later
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(run(parser.parse_args()))
 

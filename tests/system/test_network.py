@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -345,6 +346,19 @@ async def test_network_outlives_the_edge_and_is_adopted(node: Yard) -> None:
     await second.shutdown()
     assert await eventually(lambda: not links("ds"))
     assert output("nft", "list", "tables") == ""
+
+
+async def test_every_thread_of_the_resolver_is_nobody(node: Yard) -> None:
+    """No thread of it has an id, a group or a capability of root's, or may gain one: not those of its loop either."""
+    backend = await node.backend(network=CONFIG)
+    await start(node, backend)
+    pid = (await backend.network.resolver())["pid"]
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        said = dict(line.split(":", 1) for line in (task / "status").read_text().splitlines() if ":" in line)
+        assert said["Uid"].split() == said["Gid"].split() == ["65534"] * 4
+        assert said["Groups"].split() == []
+        assert int(said["CapEff"], 16) == int(said["CapPrm"], 16) == 0
+        assert said["NoNewPrivs"].strip() == "1"
 
 
 async def test_resolver_that_dies_is_started_again(node: Yard) -> None:
