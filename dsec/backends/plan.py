@@ -281,6 +281,9 @@ def _disk_mode(spec: SandboxSpec, node: Node, degraded: list[str]) -> str:
                 "this node cannot limit a sandbox's disk", field="resources.disk", fix="set best_effort to accept it", reason="disk"
             )
         degraded.append("disk: a plain directory has no limit")
+    if asked == "tmpfs":  # the kernel has one limit for a group's anonymous memory and its tmpfs: a large disk is more memory
+        apart = '; disk_mode="loop" keeps them apart' if "loop" in node.disk_modes else ""
+        degraded.append(f"memory: the writable layer is in memory, so that one limit, memory and disk together, holds for both{apart}")
     return asked
 
 

@@ -261,8 +261,8 @@ def create_command(settings: Settings, image: str, ready_timeout: float, count: 
         return
     for sandbox in made:
         click.echo(sandbox.id)
-        if sandbox.degraded:
-            click.echo(f"dsec: its node does not enforce: {', '.join(sandbox.degraded)}", err=True)
+    for note in dict.fromkeys(note for sandbox in made for note in sandbox.degraded):  # once, however many it is true of
+        click.echo(f"dsec: not enforced: {note}", err=True)
 
 
 @click.command("burst", cls=Runner, context_settings=COMMAND)

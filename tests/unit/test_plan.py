@@ -32,7 +32,7 @@ def test_every_name_derives_from_the_id() -> None:
     assert made.hostname == f"sb-{ID.ulid[-8:]}"
     assert made.lowers == REFS
     assert (made.idmap.base, made.idmap.count) == (IDMAP_BASE + 3 * IDMAP_COUNT, IDMAP_COUNT)
-    assert made.degraded == ()
+    assert [text.split(":")[0] for text in made.degraded] == ["memory"]
 
 
 def test_same_input_same_plan() -> None:
@@ -121,6 +121,14 @@ def test_weaker_nodes_say_so() -> None:
     made = plan(node, best_effort=True)
     assert made.idmap is None
     assert [text.split(":")[0] for text in made.degraded] == ["disk", "userns"]
+
+
+def test_a_disk_that_is_memory_is_told() -> None:
+    """Where the upper is a tmpfs the memory limit alone is not enforced; `degraded` says so, with the mode that helps if there is one."""
+    with_loop = Node(edge="n1", state_dir="/s", disk_modes=("tmpfs", "loop", "dir"), arch="x86_64")
+    assert 'disk_mode="loop"' in plan(with_loop).degraded[0]
+    assert "loop" not in plan().degraded[0]
+    assert plan(with_loop, disk_mode="loop").degraded == ()
 
 
 def test_tmpfs_counts_as_memory() -> None:
