@@ -46,11 +46,13 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Done(msgspec.Struct, frozen=True, kw_only=True):
-    """What was extracted; ``notes`` say what was left out on purpose, once a kind."""
+    """What was extracted; ``notes`` say what was left out on purpose, once a kind. ``implicit``: directories that the archive has no entry
+    for, though it has something in them."""
 
     members: int
     bytes: int
     notes: tuple[str, ...] = ()
+    implicit: tuple[str, ...] = ()
 
 
 class _Member(tarfile.TarInfo):
@@ -150,6 +152,7 @@ class _Extraction:
         self._stop = stop
         self._directories: dict[str, tarfile.TarInfo] = {}
         self._notes: dict[str, None] = {}
+        self._made: set[str] = set()
         self._bytes = 0
 
     def run(self, archive: tarfile.TarFile) -> Done:
@@ -170,7 +173,8 @@ class _Extraction:
                     self._finish(fd, self._directories[name])
                 finally:
                     os.close(fd)
-        return Done(members=members, bytes=self._bytes, notes=tuple(self._notes))
+        implicit = tuple(sorted(self._made - self._directories.keys()))
+        return Done(members=members, bytes=self._bytes, notes=tuple(self._notes), implicit=implicit)
 
     def _one(self, archive: tarfile.TarFile, member: tarfile.TarInfo) -> None:
         name = _clean(member.name, member.name)
@@ -227,6 +231,7 @@ class _Extraction:
             raise _refuse("its parent is a link to nothing in the archive", member) from None
         finally:
             os.close(where)
+        self._made.add(path)
         return self._opener(self._root, path, _DIR | _PATH)
 
     def _clear(self, where: int, leaf: str, member: str) -> None:
@@ -368,8 +373,8 @@ def _clean(name: str, member: str) -> str:
 
 
 def _ids(member: tarfile.TarInfo) -> tuple[int, int]:
-    if not (0 <= member.uid < 65_534 and 0 <= member.gid < 65_534):
-        raise InvalidRequest("an owner outside of 0…65533", field="tar", value=member.name, fix="give --owner or make it as another user")
+    if not (0 <= member.uid < 65_536 and 0 <= member.gid < 65_536):
+        raise InvalidRequest("an owner outside of 0…65535", field="tar", value=member.name, fix="give --owner or make it as another user")
     return member.uid, member.gid
 
 

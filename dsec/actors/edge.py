@@ -65,6 +65,8 @@ class Edge:
         self.adopting = True
         self.stopping = self.over = False
         self.intake = Intake(self)
+        if host.puller is not None:
+            host.puller.told = self.image_news
         self._clock: list[tuple[float, str]] = []
         self.room: deque[asyncio.Future[None]] = deque()  # resumes that wait for capacity
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -210,6 +212,15 @@ class Edge:
                 detail=detail or {},
             )
         )
+
+    def image_news(self, what: str, image: str, detail: str) -> None:
+        """An image is being pulled for a sandbox, is here, or cannot be had."""
+        if what == "image_pulling":
+            self.emit("image_pulling", detail={"image": image})
+        elif what == "image_pulled":
+            self.emit("image_pulled", detail={"image": image, "layer": detail})
+        else:
+            self.emit("image_failed", detail={"image": image, "error": detail})
 
     def release(self, sandbox: Sandbox) -> None:
         if self.ledger.release(sandbox.record.ulid):

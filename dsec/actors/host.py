@@ -17,9 +17,10 @@ from dsec.actors import capacity
 from dsec.backends.base import Backend, Capabilities, LaunchPlan
 from dsec.backends.plan import Node, make_plan
 from dsec.config import Config
-from dsec.errors import InvalidRequest, NotFound, Unsupported
+from dsec.errors import Busy, InvalidRequest, NotFound, Unsupported
 from dsec.layers import stack
 from dsec.layers.fetch import NodeLayers
+from dsec.layers.pull import Puller
 from dsec.layers.store import LayerConfig, LayerStore
 from dsec.model import LayerRef, SandboxId, SandboxSpec
 
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from dsec.backends.container import ContainerBackend
 
 log = structlog.get_logger("dsec.host")
+PULL_PATIENCE = 1.0  # seconds that a create waits for a pull before it says that it goes on
 
 
 class Resolved(msgspec.Struct, frozen=True):
@@ -70,10 +72,12 @@ class FakePlanner:
 class LayerPlanner:
     """A backend whose root is a stack of layers of this node's store."""
 
-    def __init__(self, backend: ContainerBackend, layers: NodeLayers) -> None:
+    def __init__(self, backend: ContainerBackend, layers: NodeLayers, puller: Puller) -> None:
+        self.puller = puller
         self.backend: Backend = backend
         self._container = backend
         self.layers = layers
+        self._stacks: dict[str, tuple[str, ...]] = {}
         self._configs: dict[str, LayerConfig] = {}  # by digest: a digest's record never changes
 
     @property
@@ -84,11 +88,37 @@ class LayerPlanner:
         if spec.network.mode == "open":
             await self._container.settle_network()
         await self.layers.ensure(name for _, _, name in stack.names(spec))
-        refs = stack.build(spec, self.layers.lookup).lowers
+        await self._image(spec.image)
+        refs = await self._whole(stack.build(spec, self.layers.lookup).lowers)
         for ref in refs:
             if ref.digest not in self._configs:
                 self._configs[ref.digest] = await self.layers.config(ref.digest)
         return Resolved(refs, tuple(self._configs[ref.digest] for ref in refs))
+
+    async def _image(self, name: str) -> None:
+        """See that the image is here, as far as it can be pulled. Raises `Busy` (reason ``pulling``) when that takes longer than a request
+        may: the Scheduler asks again until the create's deadline."""
+        with contextlib.suppress(NotFound):
+            self.layers.lookup(name)
+            return
+        if not self.puller.wants(name):
+            return
+        job = self.puller.job(name)
+        await asyncio.wait([job.task], timeout=PULL_PATIENCE)
+        if not job.task.done():
+            raise Busy(f"the image is being pulled: {job.line}", field="image", value=name, reason="pulling")
+        job.task.result()
+
+    async def _whole(self, refs: tuple[LayerRef, ...]) -> tuple[LayerRef, ...]:
+        """With what always goes below a layer: an image that was too large to become one."""
+        found: dict[str, LayerRef] = {}
+        for ref in refs:
+            found.setdefault(ref.digest, ref)
+            if ref.digest not in self._stacks:
+                self._stacks[ref.digest] = (await self.layers.store.info(ref.digest)).stack
+            for number, digest in enumerate(self._stacks[ref.digest]):
+                found.setdefault(digest, LayerRef(name=f"{ref.name}#{len(self._stacks[ref.digest]) - number}", digest=digest))
+        return tuple(found.values())
 
 
 async def bus_endpoints(urls: str) -> tuple[tuple[str, int], ...]:
@@ -134,6 +164,7 @@ class Host:
         self.generation = generation
         self.planners: dict[str, Planner] = {}
         self.missing: dict[str, str] = {}
+        self.puller: Puller | None = None
 
     async def open(self) -> None:
         """Raises `Unsupported` when no backend at all can start; `missing` says why for each."""
@@ -175,7 +206,8 @@ class Host:
             container = ContainerBackend(options, layers)
             container.on_layer = layer_news
             await container.open()
-            return LayerPlanner(container, layers)
+            self.puller = Puller(layers.store, self.config.layers.registries)
+            return LayerPlanner(container, layers, self.puller)
         raise InvalidRequest("no such backend", field="edge.backends", value=name, fix="use container or fake")
 
     def planner(self, spec: SandboxSpec) -> Planner:
@@ -205,5 +237,7 @@ class Host:
 
     async def close(self, *, nothing_lives: bool) -> None:
         """Let go; with ``nothing_lives`` helper processes and empty groups go too."""
+        if self.puller is not None:
+            await self.puller.close()
         for planner in self.planners.values():
             await (planner.backend.shutdown() if nothing_lives else planner.backend.close())

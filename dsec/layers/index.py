@@ -17,7 +17,8 @@ import msgspec
 from dsec.errors import InvalidRequest
 
 _PART = r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,126}[A-Za-z0-9])?"
-_NAME = re.compile(rf"{_PART}(?:/{_PART}){{0,7}}(?:[@:][A-Za-z0-9._-]{{1,128}})?")
+_HOST = r"(?:[A-Za-z0-9](?:[A-Za-z0-9.-]{0,251}[A-Za-z0-9])?:[0-9]{1,5}/)?"  # a registry with its port
+_NAME = re.compile(rf"{_HOST}{_PART}(?:/{_PART}){{0,7}}(?:[@:][A-Za-z0-9._-]{{1,128}})?(?:@sha256:[0-9a-f]{{64}})?")
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 _SHORT = re.compile(r"sha256:[0-9a-f]{12,63}")
 

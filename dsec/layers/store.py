@@ -46,6 +46,8 @@ class LayerConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     env: dict[str, str] = {}
     workdir: str = ""
     user: str = ""
+    entrypoint: tuple[str, ...] = ()  # of an OCI image: what it runs when nothing else is asked for
+    cmd: tuple[str, ...] = ()
 
 
 class LayerInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -61,6 +63,7 @@ class LayerInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     parents: tuple[str, ...] = ()  # digests of the layers that it was made on, topmost first: it means what it should above these
     meta: int = 0  # bytes of a split layer's metadata image
     remote: str = ""  # URL of the store that it came from; such a layer may be evicted
+    stack: tuple[str, ...] = ()  # digests that always go below it, topmost first: an image that was not made one layer
     config: LayerConfig = LayerConfig()
     names: tuple[str, ...] = ()  # filled by `list` and `info`; not stored here
 

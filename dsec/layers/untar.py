@@ -23,15 +23,16 @@ _ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 _CHUNK = 1 << 20
 
 
-def extract(source: str | BinaryIO, target: Path, limits: Limits, stop: Stop, keep_owners: bool = True) -> Done:
+def extract(source: str | BinaryIO, target: Path, limits: Limits, stop: Stop, keep_owners: bool = True, devices: str = "refuse") -> Done:
     """Extract a tar file (path) or stream into an existing directory. ``stop``, once set, ends it with `NodeError`.
-    ``keep_owners``: as the archive says, where the caller may (root); else everything belongs to the caller.
+    ``keep_owners``: as the archive says, where the caller may (root); else everything belongs to the caller. ``devices``: "refuse" or
+    "skip" device nodes.
 
     Raises `InvalidRequest` for the archive's faults (damaged, truncated, hostile; the value names the member), `Unsupported` for zstd
     without its program, `NodeError` for the disk's. What was extracted before an error stays: the caller removes the directory.
     """
     root = os.open(target, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-    rules = tar.Rules(owners=keep_owners and os.geteuid() == 0)
+    rules = tar.Rules(owners=keep_owners and os.geteuid() == 0, devices=devices)
     try:
         with _open(source) as stream:
             return tar.unpack(stream, root, opener=syscalls.openat2, rules=rules, limits=limits, stop=stop)

@@ -1,0 +1,322 @@
+"""Pull images from an OCI registry: the distribution specification's client side, as much of it as a pull needs.
+
+HTTPS, and plain HTTP to loopback only. Tokens by the registry's own challenge; credentials from Docker's config.json, its helpers
+included. Manifests and blobs are bounded in size and compared with their digests; a broken download goes on where it broke. aiohttp
+speaks HTTP; it is a package of the node, not of the client.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import hashlib
+import ipaddress
+import json
+import os
+import random
+import re
+from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+import msgspec
+
+from dsec.errors import Denied, DsecError, InvalidRequest, NodeError, NotFound, Unavailable
+from dsec.layers import oci_model, tools
+from dsec.layers.oci_model import DOCKER_HUB, INDEX_TYPES, MANIFEST_TYPES, MAX_DOCUMENT, Descriptor, Manifest, Reference
+
+if TYPE_CHECKING:
+    import aiohttp
+
+TRIES = 5
+TIMEOUT = 30.0  # seconds without a byte
+MAX_BLOB = 64 << 30
+_CHALLENGE = re.compile(r'([a-zA-Z]+)="((?:[^"\\]|\\.)*)"')
+_PIECE = 1 << 20
+
+
+class Login(msgspec.Struct, frozen=True):
+    """User and password, or an identity token."""
+
+    user: str = ""
+    password: str = ""
+    token: str = ""
+
+
+class Registry:
+    """One image of one registry; a `Source`. ``environ`` tells where Docker's configuration is (DOCKER_CONFIG, HOME)."""
+
+    def __init__(self, reference: Reference, machine: str = "", environ: Mapping[str, str] | None = None, tries: int = TRIES) -> None:
+        self.reference = reference
+        self.machine = machine
+        self.label = f"oci {reference}"
+        self._environ = os.environ if environ is None else environ
+        self._tries = tries
+        host = "registry-1.docker.io" if reference.registry == DOCKER_HUB else reference.registry
+        self._base = f"{'http' if is_loopback(host) else 'https'}://{host}/v2/{reference.repository}"
+        self._session: aiohttp.ClientSession | None = None
+        self._authorization = ""
+        self._login: Login | None = None
+
+    # --- the Source protocol -----------------------------------------------------------------------------------------
+
+    async def manifest(self) -> tuple[Manifest, str]:
+        """Raises `NotFound` (no such image, not for this machine), `Denied`, `Unavailable`, `InvalidRequest`, `Unsupported`."""
+        name = self.reference.digest or self.reference.tag
+        size = MAX_DOCUMENT
+        for _ in range(4):  # an index may name another one
+            data, media_type = await self._small(f"{self._base}/manifests/{name}", size, accept=", ".join((*MANIFEST_TYPES, *INDEX_TYPES)))
+            digest = oci_model.digest_of(data)
+            if name.startswith("sha256:") and digest != name:
+                raise NodeError(f"the registry answers {digest[:19]} for {name[:19]}", field="image", value=str(self.reference))
+            found = oci_model.read_manifest(data, media_type)
+            if found.manifests is None:
+                return found, digest
+            name = oci_model.choose(found, self.machine).digest
+        raise InvalidRequest("an index of indexes without end", field="image", value=str(self.reference))
+
+    async def document(self, blob: Descriptor) -> bytes:
+        if blob.size > MAX_DOCUMENT:
+            raise InvalidRequest("a document of an image larger than 4 MiB", field="image", value=blob.digest)
+        data, _ = await self._small(f"{self._base}/blobs/{blob.digest}", blob.size)
+        if len(data) != blob.size or oci_model.digest_of(data) != blob.digest:
+            raise NodeError("the registry sent another configuration than the image's", field="image", value=blob.digest)
+        return data
+
+    async def fetch(self, blob: Descriptor, target: Path) -> str:
+        """Download a blob; what is there already of a broken attempt is kept. Raises `NodeError` when it is not what it should be."""
+        if blob.size > MAX_BLOB:
+            raise InvalidRequest(f"a layer of more than {MAX_BLOB >> 30} GiB", field="image", value=blob.digest)
+        url = f"{self._base}/blobs/{blob.digest}"
+        hasher = hashlib.sha256()
+        done = 0
+        with open(target, "wb") as file:  # noqa: ASYNC230 - an empty file of ours
+            async for attempt in self._attempts():
+                async with attempt:
+                    headers = {"Range": f"bytes={done}-"} if done else {}
+                    async with self._get(url, headers) as response:
+                        if done and response.status != 206:  # from the beginning again
+                            file.seek(0)
+                            file.truncate()
+                            hasher, done = hashlib.sha256(), 0
+                        async for piece in response.content.iter_chunked(_PIECE):
+                            done += len(piece)
+                            if done > blob.size:
+                                raise NodeError("a blob is larger than its image says", field="image", value=blob.digest, retryable=False)
+                            await tools.in_thread(_take, piece, hasher, file)
+                    if done < blob.size:
+                        raise Unavailable("the download broke off", field="image", value=blob.digest)
+        if f"sha256:{hasher.hexdigest()}" != blob.digest:
+            raise NodeError("a blob is not what its digest says", field="image", value=blob.digest, retryable=False)
+        return str(target)
+
+    async def close(self) -> None:
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+    # --- HTTP ----------------------------------------------------------------------------------------------------------
+
+    async def _small(self, url: str, size: int, accept: str = "") -> tuple[bytes, str]:
+        async for attempt in self._attempts():
+            async with attempt:
+                async with self._get(url, {"Accept": accept} if accept else {}) as response:
+                    data = b""
+                    async for piece in response.content.iter_chunked(_PIECE):
+                        data += piece
+                        if len(data) > size:
+                            raise InvalidRequest("the registry sends more than it said", field="image", value=str(self.reference))
+                    return data, response.content_type
+        raise AssertionError("an attempt returns or raises")
+
+    async def _attempts(self) -> AsyncIterator[_Attempt]:
+        """Attempts of one request: what may pass is tried again with growing pauses."""
+        for number in range(self._tries):
+            attempt = _Attempt(last=number == self._tries - 1, reference=self.reference)
+            yield attempt
+            if attempt.error is None:
+                return
+            pause = attempt.pause or min(8.0, 0.2 * 2**number)
+            await asyncio.sleep(pause * random.uniform(0.5, 1.0))
+
+    @contextlib.asynccontextmanager
+    async def _get(self, url: str, headers: dict[str, str]) -> AsyncIterator[aiohttp.ClientResponse]:
+        session = self._open()
+        for turn in range(2):
+            sent = headers | ({"Authorization": self._authorization} if self._authorization else {})
+            async with session.get(url, headers=sent) as response:
+                if response.status == 401 and turn == 0:
+                    await self._authorize(response.headers.get("WWW-Authenticate", ""))
+                    continue
+                self._check(response)
+                yield response
+                return
+
+    def _open(self) -> aiohttp.ClientSession:
+        import aiohttp
+
+        if self._session is None:
+            timeout = aiohttp.ClientTimeout(total=None, sock_connect=TIMEOUT, sock_read=TIMEOUT)
+            # The blobs are compressed themselves; trust_env: the machine's proxy settings.
+            self._session = aiohttp.ClientSession(timeout=timeout, auto_decompress=False, trust_env=True, headers={"User-Agent": "dsec"})
+        return self._session
+
+    def _check(self, response: aiohttp.ClientResponse) -> None:
+        status, value = response.status, str(self.reference)
+        if status < 400:
+            return
+        if status == 404:
+            raise NotFound("the registry has no such image", field="image", value=value, fix="check name and tag")
+        if status in (401, 403):
+            fix = f"`docker login {self.reference.registry}`, or check the name: some registries do not tell what is absent"
+            raise Denied("the registry refuses the image", field="image", value=value, fix=fix, reason="registry")
+        if status == 429 or status >= 500:
+            error = Unavailable(f"the registry answers {status}", field="image", value=value, reason="registry")
+            retry = response.headers.get("Retry-After", "")
+            raise _Later(error, float(min(int(retry), 60)) if retry.isdigit() else 0.0)
+        raise NodeError(f"the registry answers {status}", field="image", value=value, retryable=False)
+
+    async def _authorize(self, challenge: str) -> None:
+        """Answer a challenge: basic, or a token of the realm that it names."""
+        scheme, _, rest = challenge.partition(" ")
+        if self._login is None:
+            self._login = await credentials(self.reference.registry, self._environ)
+        login = self._login
+        if scheme.lower() == "basic":
+            if not login.user:
+                raise Denied(
+                    "the registry wants a login", field="image", value=str(self.reference), fix=f"`docker login {self.reference.registry}`"
+                )
+            self._authorization = _basic(login)
+            return
+        fields = {key.lower(): value for key, value in _CHALLENGE.findall(rest)}
+        realm = fields.get("realm", "")
+        parts = urlsplit(realm)
+        if scheme.lower() != "bearer" or not (parts.scheme == "https" or (parts.scheme == "http" and is_loopback(parts.netloc))):
+            raise Denied(
+                "the registry asks for a login of a kind that is not known", field="image", value=challenge[:100], reason="registry"
+            )
+        asked = {"service": fields.get("service", ""), "scope": fields.get("scope") or f"repository:{self.reference.repository}:pull"}
+        session = self._open()
+        if login.token:
+            form = asked | {"grant_type": "refresh_token", "refresh_token": login.token, "client_id": "dsec"}
+            request = session.post(realm, data=form)
+        else:
+            request = session.get(realm, params=asked, headers={"Authorization": _basic(login)} if login.user else {})
+        async with request as response:
+            self._check(response)
+            try:
+                answer = json.loads(await response.content.read(MAX_DOCUMENT))
+                token = str(answer.get("token") or answer["access_token"])
+            except (ValueError, KeyError, AttributeError, TypeError) as error:
+                raise NodeError("the registry's login service gives no token", field="image", value=realm) from error
+        self._authorization = f"Bearer {token}"
+
+
+class _Later(Exception):
+    """To be tried again, not before ``pause`` seconds."""
+
+    def __init__(self, error: DsecError, pause: float) -> None:
+        super().__init__(str(error))
+        self.error, self.pause = error, pause
+
+
+class _Attempt:
+    """One of several: an error that may pass is kept here unless it is the last one's."""
+
+    def __init__(self, last: bool, reference: Reference) -> None:
+        self.last, self.reference = last, reference
+        self.error: BaseException | None = None
+        self.pause = 0.0
+
+    async def __aenter__(self) -> None:
+        self.error = None
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> bool:
+        import aiohttp
+
+        if error is None:
+            return False
+        if isinstance(error, _Later):
+            self.pause = error.pause
+            shown: DsecError = error.error
+        elif isinstance(error, Unavailable):
+            shown = error
+        elif isinstance(error, (aiohttp.ClientError, TimeoutError, ConnectionError)) and not isinstance(error, DsecError):
+            text = str(error) or type(error).__name__
+            shown = Unavailable(f"the registry cannot be reached: {text}", field="image", value=str(self.reference), reason="registry")
+        else:
+            return False
+        if self.last:
+            raise shown from error
+        self.error = error
+        return True
+
+
+def _take(piece: bytes, hasher: hashlib._Hash, file: object) -> None:
+    hasher.update(piece)
+    file.write(piece)  # type: ignore[attr-defined]
+
+
+def is_loopback(host: str) -> bool:
+    """``localhost`` or an address of this machine's loopback, with or without a port."""
+    name = urlsplit(f"//{host}").hostname or ""
+    if name == "localhost":
+        return True
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(name).is_loopback
+    return False
+
+
+def _basic(login: Login) -> str:
+    return "Basic " + base64.b64encode(f"{login.user}:{login.password}".encode()).decode()
+
+
+async def credentials(registry: str, environ: Mapping[str, str]) -> Login:
+    """What Docker's config.json has for a registry: its own entry, or what the named credential helper says. Nothing is an empty login.
+
+    Raises `InvalidRequest` for a file that cannot be read.
+    """
+    directory = environ.get("DOCKER_CONFIG") or (f"{environ['HOME']}/.docker" if environ.get("HOME") else "")
+    path = Path(directory or "/nonexistent") / "config.json"
+    try:
+        config = json.loads(await tools.read(path))
+        if not isinstance(config, dict):
+            raise TypeError("not a map")
+    except (NodeError, OSError):
+        return Login()
+    except (ValueError, TypeError) as error:
+        raise InvalidRequest(f"Docker's configuration cannot be read: {error}", field="image", value=str(path)) from None
+    keys = ("https://index.docker.io/v1/", "index.docker.io", DOCKER_HUB) if registry == DOCKER_HUB else (registry, f"https://{registry}")
+    helpers = config.get("credHelpers") or {}
+    auths = config.get("auths") or {}
+    for key in keys:
+        if helper := helpers.get(key) or (config.get("credsStore") if key in auths and not auths[key].get("auth") else None):
+            return await _ask_helper(str(helper), key, environ)
+    for key in keys:
+        entry = auths.get(key)
+        if not isinstance(entry, dict):
+            continue
+        user, _, password = base64.b64decode(entry.get("auth") or "").decode(errors="replace").partition(":")
+        return Login(
+            user or str(entry.get("username", "")),
+            password.rstrip("\0") or str(entry.get("password", "")),
+            str(entry.get("identitytoken", "")),
+        )
+    return Login()
+
+
+async def _ask_helper(name: str, server: str, environ: Mapping[str, str]) -> Login:
+    if not re.fullmatch(r"[A-Za-z0-9_.-]+", name):
+        raise InvalidRequest("not a credential helper's name", field="image", value=name)
+    program = tools.find(f"docker-credential-{name}", f"docker-credential-{name}")
+    try:
+        answer = json.loads(await tools.run([program, "get"], stdin=server.encode(), env=dict(environ)))
+        user, secret = str(answer["Username"]), str(answer["Secret"])
+    except NodeError:
+        return Login()  # it has nothing for this registry
+    except (ValueError, KeyError, TypeError) as error:
+        raise NodeError(f"the credential helper {name} answers nonsense", retryable=False) from error
+    return Login(token=secret) if user == "<token>" else Login(user, secret)
