@@ -90,7 +90,7 @@ async def _pack(guest: FakeGuest, op: Op, name: str, paths: tuple[str, ...]) -> 
             if not found:
                 return await _fail(guest, op, 2, path, "No such file or directory")
             for one in found:
-                member = tarfile.TarInfo(posixpath.join(name or posixpath.basename(path), posixpath.relpath(one, path)))
+                member = tarfile.TarInfo(posixpath.normpath(posixpath.join(name or posixpath.basename(path), posixpath.relpath(one, path))))
                 if one in guest.dirs:
                     member.type, member.mode = tarfile.DIRTYPE, 0o755
                     tar.addfile(member)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
+import tarfile
 import time
 from collections.abc import Callable
 from typing import Any
@@ -78,6 +81,60 @@ def test_a_sandbox_from_create_to_stop(dsec: Cli, tmp_path: Any) -> None:
     kinds = [json.loads(line)["kind"] for line in dsec("events", "--json", "--label", "job=a").stdout.splitlines()]
     assert kinds[0] in ("created", "running")
     assert kinds[-1] == "stopped"
+
+
+def test_cp_as_docker_cp(dsec: Cli, tmp_path: Any) -> None:
+    """Directories and what is in them, several sources, globs, a tar on standard input and output; wrong words are told."""
+    name = dsec("create", "img", *FAKE).stdout.decode().strip()
+    (tmp_path / "src/sub").mkdir(parents=True)
+    (tmp_path / "src/a.xml").write_bytes(b"A")
+    (tmp_path / "src/sub/b.xml").write_bytes(b"B")
+    src = str(tmp_path / "src")
+    assert dsec("cp", src, f"{name}:/new").returncode == 0  # absent: its own name
+    assert dsec("exec", name, "cat", "/new/a.xml", "/new/sub/b.xml").stdout == b"AB"
+    assert dsec("cp", src, f"{name}:/new").returncode == 0  # there: into it
+    assert dsec("cp", f"{src}/.", f"{name}:/tmp/").returncode == 0
+    assert dsec("cp", f"{src}/a.xml", f"{src}/sub/b.xml", f"{name}:/many/").returncode == 0
+    words = ("/new/src/a.xml", "/tmp/sub/b.xml", "/many/a.xml", "/many/b.xml")
+    assert dsec("exec", name, "cat", *words).stdout == b"ABAB"
+    (tmp_path / "out").mkdir()
+    done = dsec("cp", "--json", f"{name}:/many/*.xml", str(tmp_path / "out"))
+    assert json.loads(done.stdout)["bytes"] == 2
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["a.xml", "b.xml"]
+    assert dsec("cp", f"{name}:/new", str(tmp_path / "back")).returncode == 0
+    assert (tmp_path / "back/src/sub/b.xml").read_bytes() == b"B"
+    tar = dsec("cp", f"{name}:/new/sub", f"{name}:/many/a.xml", "-").stdout
+    with tarfile.open(fileobj=io.BytesIO(tar)) as archive:
+        assert sorted(archive.getnames()) == ["a.xml", "sub", "sub/b.xml"]
+    assert dsec("cp", "-", f"{name}:/from", data=tar).returncode == 0
+    assert dsec("exec", name, "cat", "/from/sub/b.xml").stdout == b"B"
+    assert dsec("cp", f"{name}:/many/*.none", str(tmp_path)).returncode == 3
+    for wrong in (["a", "b"], [f"{name}:/a", f"{name}:/b"], ["-", src, f"{name}:/x"], [f"{name}:/many/*", str(tmp_path / "no-directory")]):
+        assert dsec("cp", *wrong).returncode == 2, wrong
+    assert dsec("cp", str(tmp_path / "absent"), f"{name}:/x").returncode == 3
+    assert dsec("stop", name).returncode == 0
+
+
+def test_port_forward(dsec: Cli, environ: dict[str, str]) -> None:
+    """It says where it listens, carries bytes, and ends with Ctrl+C or with the sandbox."""
+    name = dsec("create", "img", *FAKE).stdout.decode().strip()
+    for words in (["0:x"], ["70000"], ["1:2:3"], ["relative"]):
+        assert dsec("port-forward", name, *words).returncode == 2, words
+    command = [sys.executable, "-m", "dsec.cli", "port-forward", "--json", name, ":7"]
+    for end in ("interrupt", "stop"):
+        with subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+            assert process.stdout is not None
+            told = json.loads(process.stdout.readline())
+            assert told["remote"] == 7
+            with socket.create_connection((told["host"], told["port"]), timeout=10) as connection:
+                connection.sendall(b"echo")
+                connection.shutdown(socket.SHUT_WR)
+                assert connection.makefile("rb").read() == b"echo"
+            if end == "interrupt":
+                process.send_signal(signal.SIGINT)
+            else:
+                assert dsec("stop", name).returncode == 0
+            assert process.wait(20) == (130 if end == "interrupt" else 3)
 
 
 def test_burst_counts_outcomes(dsec: Cli) -> None:
