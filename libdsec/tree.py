@@ -69,7 +69,10 @@ async def pack_inside(sandbox: Sandbox, user: str, paths: Iterable[str], name: s
             yield held
 
 
-async def upload_tree(sandbox: Sandbox, user: str, source: Path, target: str, owners: bool, progress: Progress | None) -> int:
+async def upload_tree(
+    sandbox: Sandbox, user: str, source: Path, target: str, owners: bool, progress: Progress | None, name: str = "."
+) -> int:
+    """``source`` becomes ``name`` in the directory ``target``; "." is the directory itself."""
     bridge = Bridge()
     stop = threading.Event()
     loop = asyncio.get_running_loop()
@@ -83,7 +86,7 @@ async def upload_tree(sandbox: Sandbox, user: str, source: Path, target: str, ow
 
     def work() -> int:
         try:
-            size = packing.pack(bridge.write, source, ".", stop, tell)
+            size = packing.pack(bridge.write, source, name, stop, tell)
             bridge.finish()
             return size
         except BaseException:

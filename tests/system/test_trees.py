@@ -317,6 +317,22 @@ async def test_many_small_files(sandbox: Sandbox, tmp_path: Path) -> None:
     assert done.returncode == 0
 
 
+async def test_a_single_file_with_holes(sandbox: Sandbox, tmp_path: Path) -> None:
+    """A file of 20 GiB that is nearly all hole takes neither time nor room, up and down."""
+    holes(tmp_path / "up", [1 << 20, 3 << 30], 20 << 30)
+    async with asyncio.timeout(10):
+        await sandbox.files.upload(tmp_path / "up", "/d/up")
+    shown = await sandbox.exec(["stat", "-c", "%s %b", "/d/up"])
+    size, blocks = map(int, shown.stdout.text.split())
+    assert size == 20 << 30
+    assert blocks < 100
+    holes(tmp_path / "small", [1 << 20, 30 << 20], 40 << 20)
+    await sandbox.files.upload(tmp_path / "small", "/d/small")
+    await sandbox.files.download("/d/small", tmp_path / "back")
+    assert digest_of(tmp_path / "back") == digest_of(tmp_path / "small")
+    assert (tmp_path / "back").stat().st_blocks < 2000
+
+
 async def test_single_files(sandbox: Sandbox) -> None:
     """Ranges, modes, owners, links, times, globs; the limit of `read` is a typed error that names the fix."""
     files = sandbox.files
