@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from dsec.backends.guest.link import Link
+from dsec.bus import codec
 from dsec.errors import Conflict, Denied, DsecError, InvalidRequest, NotFound, SandboxError
 from dsec.model import FileReply, FileRequest
 from tests.system.aether_box import Box
@@ -92,6 +93,15 @@ async def test_stat_list_mkdir_rename_remove(link: Link, root: Path) -> None:
         await ask(link, "remove", root / "a")
     await ask(link, "remove", root / "a", recursive=True)
     assert not (root / "a").exists()
+
+
+async def test_a_name_that_is_not_utf8_does_not_hide_its_directory(link: Link, root: Path) -> None:
+    """It is spelled with its bytes, and the listing can be sent on."""
+    (root / os.fsdecode(b"odd-\xff\n")).write_text("x")
+    (root / "grün").symlink_to(os.fsdecode(b"to-\xfe"))
+    listing = await ask(link, "list", root, length=1000)
+    assert sorted((e.name, e.target) for e in listing.entries) == [("grün", "to-\\xfe"), ("odd-\\xff\n", "")]
+    codec.encode(listing)
 
 
 async def test_a_large_directory_is_listed_in_pieces(link: Link, root: Path) -> None:

@@ -384,6 +384,11 @@ def ops(body: bytes) -> tuple[Status, ...]:
     return tuple(status(body, 4 + i * STATUS.size) for i in range(n))
 
 
+def _shown(name: str) -> str:
+    """A name as a message can carry it: bytes that are not UTF-8 are spelled as \\xNN, so one odd name does not hide its directory."""
+    return name if name.isascii() else name.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
+
+
 def file_reply(body: bytes) -> File:
     flags, written, count = _FILE_REPLY.unpack_from(body)
     at = _FILE_REPLY.size
@@ -396,7 +401,7 @@ def file_reply(body: bytes) -> File:
             raise WireError("an unknown kind of file")
         name, at = _text(body, at + _STAT.size)
         target, at = _text(body, at)
-        stats.append(FileStat(KINDS[kind], mode, uid, gid, size, mtime, name, target))
+        stats.append(FileStat(KINDS[kind], mode, uid, gid, size, mtime, _shown(name), _shown(target)))
     return File(bool(flags & 1), written, tuple(stats), body[at:])
 
 
