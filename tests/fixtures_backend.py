@@ -138,6 +138,7 @@ class Yard:
         self.generations = itertools.count(1)
         self.slots = itertools.count()
         self.world: Any = None
+        self.layers: Any = OneLayer(mount) if mount is not None else None
 
     async def backend(self, **options: Any) -> Any:
         """The next Edge's backend on this node."""
@@ -153,15 +154,15 @@ class Yard:
             assert self.mount is not None
             options = {"holder_linger": 1.0, "cgroup_root": f"dsec-{self.edge}", **options}
             made = ContainerBackend(
-                Options(edge=self.edge, state_dir=str(self.state), generation=next(self.generations), **options), OneLayer(self.mount)
+                Options(edge=self.edge, state_dir=str(self.state), generation=next(self.generations), **options), self.layers
             )
         await made.open()
         self.backends.append(made)
         return made
 
-    def plan(self, node: Node, **fields: Any) -> LaunchPlan:
+    def plan(self, node: Node, *, base: LayerRef = BASE, **fields: Any) -> LaunchPlan:
         spec = SandboxSpec(image="small", backend=self.kind, **{"resources": SMALL, **fields})
-        return make_plan(spec, id=SandboxId(self.edge, new_ulid()), slot=next(self.slots), refs=[BASE], node=node)
+        return make_plan(spec, id=SandboxId(self.edge, new_ulid()), slot=next(self.slots), refs=[base], node=node)
 
     async def close(self) -> None:
         """Free everything, also what a test left whose backends are all closed: then by one more."""

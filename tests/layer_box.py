@@ -90,7 +90,8 @@ class Server:
                 self.send_header("Content-Length", str(len(data)))
                 self.send_header("Last-Modified", "Mon, 02 Jan 2023 00:00:00 GMT")
                 self.end_headers()
-                self.wfile.write(data)
+                with contextlib.suppress(ConnectionError):  # the one who asked was killed
+                    self.wfile.write(data)
 
             def log_message(self, *_: Any) -> None:
                 return

@@ -82,12 +82,11 @@ class ContainerBackend:
         state = options.state_dir
         self._sandboxes = f"{state}/sandboxes"
         self._run = runtime.socket_dir(state)
-        self._holder = HolderClient(
-            f"{self._run}/holder", on_exit=self._on_exit, on_lost=self._on_lost, on_layer=lambda news: self.on_layer(news)
-        )
+        self._holder = HolderClient(f"{self._run}/holder", on_exit=self._on_exit, on_lost=self._on_lost, on_layer=self._on_layer)
         self.network = OpenNetwork(options.network, options.edge, state, self._run, options.bus, options.holder_linger)
         self._instances: dict[str, ContainerInstance] = {}
         self._launching: set[str] = set()
+        self._unserved: set[str] = set()
         self.on_layer: Callable[[dict[str, Any]], None] = lambda _: None  # what becomes of layers that are loaded on demand
         self._ends: dict[str, End] = {}
         self._releases: dict[str, asyncio.Task[None]] = {}
@@ -226,7 +225,8 @@ class ContainerBackend:
         await asyncio.shield(task)
 
     async def _mount_once(self, digest: str) -> None:
-        await self._holder.mount_layer(digest, self.layers.mount_plan)
+        mount = await self.layers.mount_plan(digest)
+        await self._holder.request("layer", key=digest, mount=msgspec.to_builtins(mount))
 
     async def launch(self, plan: LaunchPlan) -> ContainerInstance:
         if plan.ulid in self._launching or plan.ulid in self._instances:
@@ -368,6 +368,7 @@ class ContainerBackend:
             expect_pid=pid,
             sandbox_id=plan.id,
             oom_kills=functools.partial(self._cgroups.oom_kills, plan.ulid),
+            defaults={"user": plan.user, "cwd": plan.workdir},
         )
         instance = ContainerInstance(self, plan, pid, link)
         self._instances[plan.ulid] = instance
@@ -507,6 +508,9 @@ class ContainerBackend:
 
     async def adopt(self, plan: LaunchPlan) -> ContainerInstance | None:
         await self._ensure_holder()
+        if not all([await self._holder.serves(layer.digest, self.layers.mount_plan) for layer in plan.lowers]):
+            self._unserved.add(plan.ulid)  # `reap` ends it
+            return None
         self._ends[plan.ulid] = End()
         known = (await self._holder.request("find", ulid=plan.ulid))["found"]
         pid = known if isinstance(known, int) else 0
@@ -526,19 +530,14 @@ class ContainerBackend:
 
     async def last_exit(self, ulid: str) -> Exit | None:
         """How a sandbox ended that `adopt` found dead, where the holder saw it."""
+        if ulid in self._unserved:
+            return Exit(reason=ExitReason.BROKEN, detail="nobody filled its layers for a while: it may have read zeros")
         known = (await self._holder.request("find", ulid=ulid))["found"]
         return self._exit(ulid, known) if isinstance(known, dict) else None
 
     def find_init(self, plan: LaunchPlan) -> int:
         """The process of the sandbox's group that is number 1 in its pid namespace; 0 when there is none."""
-        for pid in self._cgroups.pids(plan.ulid):
-            with contextlib.suppress(OSError), open(f"/proc/{pid}/status") as file:
-                for line in file:
-                    if line.startswith("NSpid:"):
-                        numbers = line.split()[1:]
-                        if len(numbers) > 1 and numbers[-1] == "1":
-                            return pid
-        return 0
+        return runtime.init_among(self._cgroups.pids(plan.ulid))
 
     async def reap(self, known: frozenset[str]) -> tuple[str, ...]:
         await self._ensure_holder()

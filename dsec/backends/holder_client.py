@@ -5,14 +5,12 @@ from __future__ import annotations
 import array
 import asyncio
 import contextlib
-import errno
 import itertools
 import json
 import os
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,11 +18,10 @@ from typing import Any
 import aiofiles
 import msgspec
 
-from dsec.errors import NodeError, Unavailable
+from dsec.errors import DsecError, NodeError, Unavailable
 from dsec.layers.mounts import LayerMount
 
 START_TIMEOUT = 20.0
-BUSY_TIMEOUT = 600.0
 ANOTHER_SERVES = 3  # the exit code of a holder that found the socket served
 MAX_MESSAGE = 128 * 1024
 _POLL = 0.01
@@ -105,7 +102,7 @@ class HolderClient:
         finally:
             self._waiting.pop(number, None)
         if "error" in answer:
-            raise NodeError(str(answer["error"]), reason="busy" if answer.get("errno") == errno.EBUSY else "holder")
+            raise NodeError(str(answer["error"]), reason="holder")
         ok: dict[str, Any] = answer["ok"]
         return ok
 
@@ -123,20 +120,13 @@ class HolderClient:
         for fd in self.kits.pop(name, ({}, ()))[1]:
             os.close(fd)
 
-    async def mount_layer(self, digest: str, plan: Callable[[str], Awaitable[LayerMount]]) -> None:
-        """Have the holder mount a layer as ``plan`` says, once. A worker that outlived an earlier holder and its Edge may still complete
-        the layer: then it is waited for. Raises `NodeError`, `Unavailable`."""
-        end = time.monotonic() + BUSY_TIMEOUT
-        while True:
+    async def serves(self, digest: str, plan: Callable[[str], Awaitable[LayerMount]]) -> bool:
+        """False when the layer is partly filled here and nobody holds its mark: whoever stands on it may have read zeros for data."""
+        try:
             mount = await plan(digest)
-            try:
-                await self.request("layer", key=digest, mount=msgspec.to_builtins(mount))
-            except NodeError as error:
-                if error.reason != "busy" or time.monotonic() > end:
-                    raise
-                await asyncio.sleep(0.2)
-            else:
-                return
+        except DsecError:  # it is not in the store any more, or cannot be completed now: then it says nothing of what was mounted
+            return True
+        return mount.lazy is None or bool((await self.request("serves", mount=msgspec.to_builtins(mount)))["served"])
 
     async def restore_kits(self) -> None:
         """Give a new holder the kits of the one before it."""

@@ -44,6 +44,14 @@ class OnDemand:
         loader = self._loader
         return {"pid": loader.pid if loader else 0, "deaths": loader.deaths if loader else 0, "layers": list(loader.kits) if loader else []}
 
+    def op_serves(self, call: Call) -> dict[str, Any]:
+        """Whether somebody fills this layer: this holder's worker, or one that outlived its holder."""
+        if self._loader is not None and call["mount"]["lazy"]["name"] in self._loader.kits:
+            return {"served": True}
+        from dsec.layers.lazy import being_filled
+
+        return {"served": being_filled(call["mount"]["devices"][-1])}
+
     def op_restore(self, call: Call) -> dict[str, Any]:
         """Take over a kit that an earlier holder made and the Edge kept; the layer's mount comes separately."""
         if len(call.fds) != 3:

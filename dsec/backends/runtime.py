@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import os
 import resource
 import shutil
+from collections.abc import Iterable
 
 from dsec import syscalls
 from dsec.errors import Unsupported
@@ -61,3 +63,15 @@ def userns_trouble() -> str:
         return f"user namespaces: {os.strerror(error.errno or errno.EIO)}"
     os.close(fd)
     return ""
+
+
+def init_among(pids: Iterable[int]) -> int:
+    """The process that is number 1 in its pid namespace; 0 when there is none."""
+    for pid in pids:
+        with contextlib.suppress(OSError), open(f"/proc/{pid}/status") as file:
+            for line in file:
+                if line.startswith("NSpid:"):
+                    numbers = line.split()[1:]
+                    if len(numbers) > 1 and numbers[-1] == "1":
+                        return pid
+    return 0

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import hashlib
 import os
 import threading
@@ -53,14 +54,17 @@ class Filler:
         self._pool = pool
         self._whole = whole
         self._count = len(manifest.chunks)
+        self._size = (self._count + 7) // 8
         self._lock = threading.Lock()
         self._waiters: dict[int, list[_Waiter]] = {}
         self._flying: set[int] = set()
         self._ended = False
-        self._bitmap = bitmap
+        self.bitmap = bitmap
         self._bits = os.open(bitmap, os.O_RDWR | os.O_CLOEXEC)
-        packed = os.pread(self._bits, (self._count + 7) // 8, 0)
-        self._have = bytearray(1 if n // 8 < len(packed) and packed[n // 8] >> n % 8 & 1 else 0 for n in range(self._count))
+        fcntl.flock(self._bits, fcntl.LOCK_SH)  # says that somebody fills it
+        self._have = bytearray(self._count)
+        for number in self._brought(range(self._count)):
+            self._have[number] = 1
         self._left = self._count - sum(self._have)
         self._durable = bytes(self._have)
 
@@ -73,11 +77,6 @@ class Filler:
     def left(self) -> int:
         """Chunks that are not there yet."""
         return self._left
-
-    @property
-    def bits(self) -> int:
-        """The open bitmap: whoever fills holds a flock on it."""
-        return self._bits
 
     def has(self, number: int) -> bool:
         return bool(self._have[number])
@@ -133,13 +132,18 @@ class Filler:
         self.flush()
 
     def flush(self) -> None:
-        """Make durable what is there: data, then bits. Tells ``whole`` when that is all."""
+        """Make durable what is there: data, then bits; and learn what others have brought. Tells ``whole`` when that is all."""
+        brought = self._brought(range(self._count))
         with self._lock:
+            for number in brought:
+                if not self._have[number] and number not in self._flying:
+                    self._have[number] = 1
+                    self._left -= 1
             snapshot = bytes(self._have)
             whole = self._left == 0 and not self._ended
         if snapshot != self._durable or whole:
             os.fdatasync(self._fd)
-            packed = bytearray((self._count + 7) // 8)
+            packed = bytearray(os.pread(self._bits, self._size, 0).ljust(self._size, b"\0"))  # what others wrote stays
             for number, there in enumerate(snapshot):
                 if there:
                     packed[number // 8] |= 1 << number % 8
@@ -151,8 +155,8 @@ class Filler:
         if whole:
             # Without the bitmap the file is whole, for everybody from now on.
             with contextlib.suppress(FileNotFoundError):
-                os.unlink(self._bitmap)
-            directory = os.open(os.path.dirname(self._bitmap), os.O_RDONLY | os.O_CLOEXEC)
+                os.unlink(self.bitmap)
+            directory = os.open(os.path.dirname(self.bitmap), os.O_RDONLY | os.O_CLOEXEC)
             try:
                 os.fsync(directory)
             finally:
@@ -166,8 +170,23 @@ class Filler:
         finally:
             os.close(self._bits)
 
+    def _brought(self, numbers: Iterable[int]) -> list[int]:
+        """Which of these are durably there, whoever brought them: several processes may fill one file. A bit lost to another's write means
+        one more fetch; a bitmap that is gone says that the file is whole."""
+        packed = os.pread(self._bits, self._size, 0).ljust(self._size, b"\0")
+        whole = os.fstat(self._bits).st_nlink == 0
+        return [number for number in numbers if whole or packed[number // 8] >> number % 8 & 1]
+
     def _run(self, run: list[int]) -> None:
-        """Fetch, check and write neighbouring chunks."""
+        """Fetch, check and write neighbouring chunks, but for those that another process has brought since."""
+        there = self._brought(run)
+        if there:
+            self._settle(there, {})
+            run = [number for number in run if number not in there]
+        if run:
+            self._bring(run)
+
+    def _bring(self, run: list[int]) -> None:
         start, _ = self.manifest.span(run[0])
         last, length = self.manifest.span(run[-1])
         good: list[int] = []
@@ -197,8 +216,8 @@ class Filler:
         calls: list[tuple[Done, OSError | None]] = []
         with self._lock:
             for number in good:
+                self._left -= 1 - self._have[number]
                 self._have[number] = 1
-                self._left -= 1
             self._flying.difference_update(good, bad)
             for number in (*good, *bad):
                 for waiter in self._waiters.pop(number, ()):

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
 import os
 import tempfile
 import time
@@ -24,6 +23,7 @@ from dsec import syscalls
 from dsec.errors import Conflict, DsecError, NodeError, NotFound, Unavailable
 from dsec.layers import index, manifest, mounts, split, tools
 from dsec.layers.chunks import Filler
+from dsec.layers.lazy import being_filled
 from dsec.layers.mounts import LayerMount, Lazy
 from dsec.layers.remote import RemoteStore
 from dsec.layers.store import LayerConfig, LayerInfo, LayerStore
@@ -124,6 +124,8 @@ class NodeLayers:
             await self.store.check(digest)
         except (NotFound, NodeError):
             await self._receive(remote, digest, progress)
+        for below in (await self.store.info(digest)).stack:  # an image too large for one layer
+            await self._fetch(remote, below, progress)
         if not index.is_digest(name):
             await self.store.tag(name, digest)
         return LayerRef(name=name, digest=digest)
@@ -181,7 +183,7 @@ class NodeLayers:
             os.utime(record)
 
     async def pull(self, digest: str, progress: Progress = silent) -> None:
-        """Fetch what is missing of a layer; it is whole then. Waits while another process fills it. Raises `NodeError`, `Unavailable`."""
+        """Fetch what is missing of a layer; it is whole then. Raises `NodeError`, `Unavailable`."""
         task = self._pulling.get(digest)
         if task is None:
             task = self._pulling[digest] = asyncio.ensure_future(self._pull(digest, progress))
@@ -235,7 +237,7 @@ class NodeLayers:
 
 
 def fill(store: LayerStore, digest: str, fetch: Callable[[int, int], bytes]) -> int:
-    """Fill a layer's blob to its end (blocking); returns the bytes fetched. Waits while another process fills it."""
+    """Fill a layer's blob to its end (blocking); returns the bytes fetched, 0 when a node's loader did it."""
     bitmap = store.side(digest, ".data.map")
     known = manifest.load(store.side(digest, ".manifest"), digest)
 
@@ -245,49 +247,37 @@ def fill(store: LayerStore, digest: str, fetch: Callable[[int, int], bytes]) -> 
         except DsecError as error:
             raise OSError(5, str(error)) from error
 
-    while bitmap.exists():
-        try:
-            lock = os.open(bitmap, os.O_RDONLY | os.O_CLOEXEC)
-        except FileNotFoundError:
-            return 0
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:  # a node's loader serves it: reading is how it is asked for more
-            os.close(lock)
-            if not _read_through(str(store.side(digest, ".data"))):
-                time.sleep(0.2)
-            continue
-        fd = -1
-        try:
-            if not bitmap.exists():
-                return 0
-            fd = os.open(store.side(digest, ".data"), os.O_RDWR | os.O_CLOEXEC)
-            with ThreadPoolExecutor(PULL_THREADS, "pull") as pool:
-                filler = Filler(fd, known, str(bitmap), get, pool, lambda: None)
-                try:
-                    filler.fill_all()
-                except OSError as error:
-                    raise NodeError(f"cannot fetch the layer: {error}", field="layer", value=digest) from error
-                finally:
-                    filler.close()
-                return filler.fetched
-        finally:
-            os.close(lock)
-            if fd >= 0:
-                os.close(fd)
-    return 0
-
-
-def _read_through(path: str) -> bool:
-    """Read a marked blob from begin to end: its loader fills it. False when that did not go."""
+    if being_filled(str(store.side(digest, ".data"))):
+        _read_through(store.side(digest, ".data"), bitmap)  # a node's loader serves it: reading is how it is asked for more
+        return 0
+    fd = os.open(store.side(digest, ".data"), os.O_RDWR | os.O_CLOEXEC)
     try:
-        with open(path, "rb") as file:
+        with ThreadPoolExecutor(PULL_THREADS, "pull") as pool:
+            filler = Filler(fd, known, str(bitmap), get, pool, lambda: None)
+            try:
+                filler.fill_all()
+            except OSError as error:
+                raise NodeError(f"cannot fetch the layer: {error}", field="layer", value=digest) from error
+            finally:
+                filler.close()
+            return filler.fetched
+    finally:
+        os.close(fd)
+
+
+def _read_through(data: Path, bitmap: Path) -> None:
+    """Read a marked blob from begin to end: its loader fills it. Raises `NodeError` when that does not complete it."""
+    end = time.monotonic() + 5.0
+    try:
+        with open(data, "rb") as file:
             while file.read(1 << 22):
-                pass
-    except OSError:
-        return False
-    time.sleep(0.05)
-    return True
+                end = time.monotonic() + 5.0
+    except OSError as error:
+        raise NodeError(f"the layer's loader cannot fetch it: {error}", field="layer") from error
+    while bitmap.exists():
+        if time.monotonic() > end:
+            raise NodeError("the layer's loader did not complete it", field="layer", value=str(data))
+        time.sleep(0.02)
 
 
 async def push(store: LayerStore, remote: RemoteStore, name: str, tag: str = "", progress: Progress = silent) -> LayerRef:
@@ -300,6 +290,9 @@ async def push(store: LayerStore, remote: RemoteStore, name: str, tag: str = "",
     pin = mounts.pin_layer(plan)
     try:
         info = await store.info(ref.digest)
+        if info.stack:  # what always goes below it comes along, and is split too
+            below = tuple([(await push(store, remote, digest, "", progress)).digest for digest in info.stack])
+            info = msgspec.structs.replace(info, stack=below)
         known = await tools.read(store.side(ref.digest, ".manifest"))
         fresh = await remote.put(known, store.side(ref.digest, ".erofs"), store.side(ref.digest, ".data"), info)
     finally:

@@ -43,21 +43,30 @@ class Kit:
             os.close(fd)
 
 
+def being_filled(data: str) -> bool:
+    """Whether a worker fills this blob when it is read, or it is whole. (Each worker holds a shared flock on the bitmap.)"""
+    try:
+        lock = os.open(bitmap(data), os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return True
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(lock)
+    return False
+
+
 def make_kit(mount: LayerMount) -> Kit:
-    """Open and mark the mount's blob. Raises `OSError`: EBUSY while a worker of an earlier holder fills it, ENOSYS or EINVAL where the
-    kernel has no pre-content events, EMFILE when root has too many groups (fs.fanotify.max_user_groups)."""
+    """Open and mark the mount's blob; others (another node's daemon on the same store, a worker that outlived its holder) may have marked
+    it too: every reader then waits for all of them. Raises `OSError`: ENOSYS or EINVAL where the kernel has no pre-content events,
+    EMFILE when root has too many groups (fs.fanotify.max_user_groups)."""
     if syscalls.disabled("fanotify"):
         raise OSError(errno.ENOSYS, "fanotify is disabled by DSEC_DISABLE")
     if mount.lazy is None:
         raise OSError(errno.EINVAL, "this layer is not loaded on demand")
     data = mount.devices[-1]
-    lock = os.open(bitmap(data), os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise OSError(errno.EBUSY, f"{data}: being filled by another process") from None
-    finally:
-        os.close(lock)
     fds: list[int] = []
     try:
         flags = syscalls.FAN_CLASS_PRE_CONTENT | syscalls.FAN_CLOEXEC | syscalls.FAN_NONBLOCK | syscalls.FAN_UNLIMITED_QUEUE

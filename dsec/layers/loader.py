@@ -299,25 +299,20 @@ class Worker:
 
     def _adopt(self, message: dict[str, Any], fds: list[int]) -> None:
         """In a thread: it may have to wait for another worker's end, and for the store."""
-        try:
-            lock = os.open(bitmap(message["data"]), os.O_RDONLY | os.O_CLOEXEC)
-        except FileNotFoundError:  # whole already: nothing reads holes
+        # A description of our own, for the lock: copies of the descriptor share theirs. It ends with this process.
+        _take_over(os.open(f"/proc/self/fd/{fds[2]}", os.O_RDWR | os.O_CLOEXEC))
+        if not os.path.exists(bitmap(message["data"])):  # whole already: nothing reads holes
+            _answer_all(fds[0], fds[2], 0)
             self.tell({"name": message["name"], "what": "whole", "fetched": 0, "requests": 0})
+            for fd in fds:  # whoever reads meanwhile goes on when the others have let go too
+                os.close(fd)
             return
         try:
-            _take_over(lock)
-            if not os.path.exists(bitmap(message["data"])):  # the worker before us has just completed it
-                self.tell({"name": message["name"], "what": "whole", "fetched": 0, "requests": 0})
-                return
             blob = Blob(self, message, fds)
-            fcntl.flock(lock, fcntl.LOCK_UN)
-            _take_over(blob.filler.bits)
         except (OSError, DsecError) as error:
             self.tell({"name": message["name"], "what": "trouble", "text": f"cannot be served: {error}"})
             _refuse(fds[0], fds[2])
             return
-        finally:
-            os.close(lock)
         blob.recover()
         with self.lock:
             self.fresh.append(blob)
@@ -353,6 +348,8 @@ class Worker:
 
     def _fill(self, blob: Blob) -> None:
         while blob.filler.left:
+            if not os.path.exists(blob.filler.bitmap):
+                os._exit(0)  # the store is gone from this node, and with it whoever read
             try:
                 blob.filler.fill_all()
             except OSError as error:
@@ -374,11 +371,8 @@ class Worker:
 
 def _refuse(fan: int, journal: int) -> None:
     """A blob that cannot be filled: every reader gets EIO instead of waiting."""
+    _answer_all(fan, journal, errno.EIO)
     with mmap.mmap(journal, SLOT * SLOTS) as memory:
-        for slot in range(SLOTS):
-            if (event := syscalls.fanotify_event(memory[slot * SLOT : (slot + 1) * SLOT])) is not None:
-                syscalls.fanotify_answer(fan, event[0], errno.EIO)
-        memory[:] = bytes(SLOT * SLOTS)
         view = memoryview(memory)
         while True:
             select.select([fan], [], [])
@@ -390,8 +384,17 @@ def _refuse(fan: int, journal: int) -> None:
                 view[:4] = bytes(4)
 
 
+def _answer_all(fan: int, journal: int, error: int) -> None:
+    """One answer for all that a worker before us has taken."""
+    with mmap.mmap(journal, SLOT * SLOTS) as memory:
+        for slot in range(SLOTS):
+            if (event := syscalls.fanotify_event(memory[slot * SLOT : (slot + 1) * SLOT])) is not None:
+                syscalls.fanotify_answer(fan, event[0], error)
+        memory[:] = bytes(SLOT * SLOTS)
+
+
 def _take_over(fd: int) -> None:
-    """A flock on the bitmap: one worker a blob. One that outlived its holder holds it still; we have its kit, so it may end."""
+    """A flock on the journal: one worker a kit. One that outlived its holder holds it still; we have its kit, so it may end."""
     while True:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,0 +1,190 @@
+"""Sandboxes on a base that is not there yet: whoever is killed while they read, their bytes are the source's."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from dsec.backends.base import LaunchPlan
+from dsec.layers import importer
+from dsec.layers.fetch import NodeLayers, push
+from dsec.layers.remote import RemoteStore
+from dsec.layers.store import LayerStore
+from dsec.model import MIB, ExecSpec, ExitReason, LayerRef, Resources
+from tests.fixtures_backend import Yard, build_small_base
+from tests.layer_box import Server
+
+pytestmark = [pytest.mark.needs("erofs_file", "fanotify", "overlay_fd"), pytest.mark.timeout(90)]
+ROOT = Path(__file__).resolve().parents[2]
+SMALL = Resources(memory=64 * MIB, disk=16 * MIB, inodes=1024, pids=32)
+FILES = ("/data0", "/data1", "/data2")
+HASH = "python3 -S -c 'import hashlib, sys; [print(hashlib.sha256(open(name, \"rb\").read()).hexdigest()) for name in sys.argv[1:]]' "
+
+EDGE = """
+import asyncio, json, msgspec, os, sys
+sys.path.insert(0, sys.argv[5])
+from pathlib import Path
+from dsec.layers.fetch import NodeLayers
+from dsec.layers.remote import RemoteStore
+from dsec.layers.store import LayerStore
+from dsec.model import ExecSpec, LayerRef, MIB, Resources
+from tests.fixtures_backend import Yard
+async def main():
+    yard = Yard("container", sys.argv[1], Path(sys.argv[2]), None)
+    yard.layers = NodeLayers(LayerStore(Path(sys.argv[2]) / "layers"), RemoteStore(sys.argv[3]))
+    yard.mount = "by yard.layers"
+    backend = await yard.backend(holder_linger=5.0, remote=True)
+    await yard.layers.ensure(["base"])
+    small = Resources(memory=64 * MIB, disk=16 * MIB, inodes=1024, pids=32)
+    plan = yard.plan(backend.node, base=yard.layers.lookup("base"), resources=small)
+    box = await backend.launch(plan)
+    await box.link.start("ab" * 16, ExecSpec(argv=("/bin/sh", "-c", sys.argv[4])))
+    print(msgspec.json.encode(plan).decode(), flush=True)
+    await asyncio.sleep(60)
+asyncio.run(main())
+"""
+
+
+class Base:
+    """The small base with 4.5 MB of random data in a remote store, behind a web server."""
+
+    def __init__(self, place: Path) -> None:
+        build_small_base(place / "tree")
+        self.hashes = []
+        for name in FILES:
+            data = os.urandom(3 << 19)
+            (place / f"tree{name}").write_bytes(data)
+            self.hashes.append(hashlib.sha256(data).hexdigest())
+        self.remote = RemoteStore(str(place / "remote"), make=True)
+        self.digest = asyncio.run(self._push(place))
+        self.server = Server(place / "remote")
+
+    async def _push(self, place: Path) -> str:
+        store = LayerStore(place / "store")
+        await importer.import_dir(store, place / "tree", "base")
+        return (await push(store, self.remote, "base")).digest
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    place = tmp_path_factory.mktemp("cold")
+    made = Base(place)
+    yield made
+    made.server.close()
+    shutil.rmtree(place, ignore_errors=True)
+
+
+@pytest.fixture
+async def cold(yard: Yard, base: Base) -> Yard:
+    """A node that has nothing of the base."""
+    base.server.delay = 0.0
+    base.server.log.clear()
+    base.server.asked.clear()
+    yard.layers = NodeLayers(LayerStore(yard.state / "layers"), RemoteStore(base.server.url))
+    return yard
+
+
+async def prepared(yard: Yard) -> tuple[Any, LayerRef]:
+    backend = await yard.backend(remote=True)
+    await yard.layers.ensure(["base"])
+    return backend, yard.layers.lookup("base")
+
+
+async def hashed(box: Any, *names: str) -> list[str]:
+    op = os.urandom(16).hex()
+    await box.link.start(op, ExecSpec(argv=("/bin/sh", "-c", HASH + " ".join(names or FILES))))
+    status = await box.link.wait(op, 60)
+    assert status.exit_code == 0, status.stderr.data()
+    return str(status.stdout.data().decode()).split()
+
+
+async def test_many_sandboxes_on_one_cold_base_fetch_each_chunk_once(leftovers: object, cold: Yard, base: Base) -> None:
+    """They start before their base has come, and each reads all of its data right."""
+    backend, ref = await prepared(cold)
+    plans = [cold.plan(backend.node, base=ref, resources=SMALL) for _ in range(12)]
+    gate = asyncio.Semaphore(8)
+
+    async def one(plan: LaunchPlan) -> list[str]:
+        async with gate:
+            box = await backend.launch(plan)
+        return await hashed(box)
+
+    found = await asyncio.gather(*(one(plan) for plan in plans))
+    assert all(hashes == base.hashes for hashes in found)
+    chunks = base.server.chunks()
+    assert len(chunks) == len(set(chunks))
+
+
+async def test_holder_and_worker_killed_in_the_middle_of_a_read(leftovers: object, cold: Yard, base: Base) -> None:
+    """The Edge's copies keep readers waiting; the next holder and its worker serve them."""
+    backend, ref = await prepared(cold)
+    box = await backend.launch(cold.plan(backend.node, base=ref, resources=SMALL))
+    await hashed(box, "/etc/passwd")  # Python itself is there now
+    base.server.delay = 0.1
+    for name, right, victims in zip(FILES, base.hashes, ({"worker"}, {"holder"}, {"worker", "holder"}), strict=True):
+        pids = {"worker": (await backend._holder.request("ondemand"))["pid"], "holder": (await backend._holder.request("hello"))["pid"]}
+        base.server.asked.clear()
+        work = asyncio.create_task(hashed(box, name))
+        assert await asyncio.to_thread(base.server.asked.wait, 10)
+        for victim in victims:
+            os.kill(pids[victim], signal.SIGKILL)
+        assert await work == [right]
+        await backend._ensure_holder()
+    await box.stop()
+
+
+async def test_edge_killed_in_the_middle_of_a_read(leftovers: object, cold: Yard, base: Base) -> None:
+    """Readers go on without an Edge; the next one adopts the sandbox and finds the right answer."""
+    base.server.delay = 0.02
+    arguments = [cold.edge, str(cold.state), base.server.url, HASH + " ".join(FILES), str(ROOT)]
+    edge = await asyncio.create_subprocess_exec(sys.executable, "-c", EDGE, *arguments, stdout=subprocess.PIPE, cwd=ROOT)
+    assert edge.stdout is not None
+    plan = msgspec.json.decode(await edge.stdout.readline(), type=LaunchPlan)
+    edge.kill()
+    await edge.wait()
+    next(cold.generations)
+    backend = await cold.backend(remote=True)
+    box = await backend.adopt(plan)
+    assert box is not None
+    status = await box.link.wait("ab" * 16, 60)
+    assert status.stdout.data().decode().split() == base.hashes
+    await box.stop()
+
+
+@pytest.mark.parametrize("worker_too", [False, True], ids=["worker-lives", "all-three"])
+async def test_edge_and_holder_killed_together(leftovers: object, cold: Yard, base: Base, worker_too: bool) -> None:
+    """While the worker lives it completes the layer and the sandbox is adopted; when all three died it ends as broken."""
+    first, ref = await prepared(cold)
+    plan = cold.plan(first.node, base=ref, resources=SMALL)
+    await first.launch(plan)
+    worker = (await first._holder.request("ondemand"))["pid"]
+    holder = (await first._holder.request("hello"))["pid"]
+    await first.close()
+    for name in list(first._holder.kits):
+        first._holder.drop_kit(name)
+    os.kill(holder, signal.SIGKILL)
+    if worker_too:
+        os.kill(worker, signal.SIGKILL)
+    second = await cold.backend(remote=True)
+    box = await second.adopt(plan)
+    if worker_too:
+        assert box is None
+        assert (await second.last_exit(plan.ulid)).reason is ExitReason.BROKEN
+        assert await second.reap(frozenset()) == (plan.ulid,)
+    else:
+        assert box is not None
+        assert await hashed(box) == base.hashes
+        await box.stop()
+    fresh = await second.launch(cold.plan(second.node, base=ref, resources=SMALL))
+    assert await hashed(fresh) == base.hashes
+    await fresh.stop()
