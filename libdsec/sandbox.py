@@ -260,7 +260,8 @@ class Sandbox:
             max_bytes=size(max_bytes, "max_bytes"),
         )
         limit = milliseconds(timeout, "timeout") / 1000
-        return (await self._request("pack_diff", request, PackReply, timeout=limit, each=limit)).layer
+        # Repeated under the same op: an Edge that died took the first request along.
+        return (await self._request("pack_diff", request, PackReply, timeout=limit, each=10.0)).layer
 
     async def pause(self) -> None:
         """Freeze it; it then holds no reservation. Idempotent. The next request resumes it."""

@@ -278,3 +278,29 @@ async def test_layers_can_be_looked_into(client: Client, cluster: Cluster) -> No
     assert [layer["names"] for layer in chain["parents"]] == [["work"], ["small"]]
     under = json.loads(await dsec("layer", "lineage", *store, "work"))["children"]
     assert "looked" in [name for layer in under for name in layer["names"]]
+
+
+async def test_an_edge_killed_in_the_middle_of_a_pack(client: Client, cluster: Cluster) -> None:
+    """The next Edge finds the sandbox frozen and lets it run on; the caller's repeated request packs it."""
+    edge = next(iter(cluster.edges.values()))
+    async with client.sandbox("small", **SMALL | {"disk": "128MiB", "inodes": 40_000}) as sandbox:
+        await sandbox.exec(
+            "mkdir /root/d; cd /root/d; head -c 40000 /dev/urandom >a; for i in $(seq 400); do ln a $i 2>/dev/null || cp a $i; done;"
+            'cp -r /root/d /root/e; python3 -c \'import os\nfor i in range(12000): open(str(i)+"x","w").write("y"*3000)\'',
+            check=True,
+        )
+        counter = sandbox.start("i=0; while :; do i=$((i+1)); echo $i >/tmp/count; done", stdin=False)
+        async with counter:
+            packing = asyncio.ensure_future(sandbox.pack_diff())
+            until = asyncio.get_running_loop().time() + 5
+            while "capturing" not in {info.state for info in await client.list()} and asyncio.get_running_loop().time() < until:
+                if packing.done():
+                    break
+            await edge.kill()
+            await edge.start()
+            first = (await sandbox.exec("cat /tmp/count")).stdout.text
+            await asyncio.sleep(0.1)
+            assert (await sandbox.exec("cat /tmp/count")).stdout.text != first
+            layer = await asyncio.wait_for(packing, 60)
+        assert (await sandbox.info()).state == "running"
+        assert layer.entries > 12_000
