@@ -118,6 +118,8 @@ class Resources(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     disk: Annotated[int, Meta(ge=MIB)] = GIB  # writable upper
     inodes: Annotated[int, Meta(ge=64)] = 262_144
     pids: Annotated[int, Meta(ge=4, le=1_000_000)] = 256
+    nofile: Annotated[int, Meta(ge=0, le=1 << 20)] = 0  # open files of one process; 0 = what the node gives
+    fsize: Annotated[int, Meta(ge=0)] = 0  # bytes of one file that a command writes; 0 = as the disk allows
 
 
 class NetworkPolicy(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -272,6 +274,7 @@ class OpStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     stderr: Captured = Captured()
     pid: int = 0
     kind: str = ""  # session, terminal, run (in a session); else a plain command
+    detail: str = ""  # which limit ended it
 
 
 class FileRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -57,6 +57,7 @@ class ExecResult(msgspec.Struct, frozen=True, kw_only=True):
     timed_out: bool = False
     oom_killed: bool = False
     op: str = ""
+    detail: str = ""  # which limit ended it, when one did
 
     @property
     def ok(self) -> bool:
@@ -87,6 +88,7 @@ class ExecResult(msgspec.Struct, frozen=True, kw_only=True):
             timed_out=status.timed_out,
             oom_killed=status.oom_killed,
             op=status.op,
+            detail=status.detail or ("time: its time-out has passed" if status.timed_out else ""),
         )
 
 

@@ -48,6 +48,8 @@ class Options(TypedDict, total=False):
     disk_mode: Literal["auto", "tmpfs", "loop", "dir"]
     inodes: int
     pids: int
+    nofile: int
+    fsize: int | str
     qos: Literal["be", "ls"]
     network: str | Iterable[str]
     env: Mapping[str, str]
@@ -238,6 +240,8 @@ def spec(image: str, **options: Unpack[Options]) -> SandboxSpec:
         disk=bounded(get("disk", GIB), "disk", MIB, "1MiB"),
         inodes=whole(get("inodes", 262_144), "inodes", 64, 1 << 32),
         pids=whole(get("pids", 256), "pids", 4, 1_000_000),
+        nofile=whole(get("nofile", 0), "nofile", 0, 1 << 20),
+        fsize=size(get("fsize", 0), "fsize"),
     )
     hostname = get("hostname", "")
     if hostname and not _NAME.fullmatch(text(hostname, "hostname", limit=64)):

@@ -331,6 +331,7 @@ class ContainerBackend:
                 *(("--user", plan.user) if plan.user else ()),
                 "--workdir",
                 plan.workdir or "/",
+                *_limits(plan),
             ),
             seccomp_blob=seccomp.compiled(profile) if profile is not None and is_crun else b"",
             seccomp_oci=seccomp.to_oci(profile) if profile is not None and not is_crun else None,
@@ -369,6 +370,7 @@ class ContainerBackend:
             sandbox_id=plan.id,
             oom_kills=functools.partial(self._cgroups.oom_kills, plan.ulid),
             defaults={"user": plan.user, "cwd": plan.workdir},
+            memory=memory_bytes(plan),
         )
         instance = ContainerInstance(self, plan, pid, link)
         self._instances[plan.ulid] = instance
@@ -494,12 +496,16 @@ class ContainerBackend:
             self._spawn(self._tell(instance, status))
 
     async def _tell(self, instance: ContainerInstance, status: dict[str, Any]) -> None:
-        instance.ended(await self._in(self._breakers, self._exit, instance.plan.ulid, status))
+        instance.ended(await self._in(self._breakers, self._exit, instance.plan.ulid, status, instance))
 
-    def _exit(self, ulid: str, status: dict[str, Any]) -> Exit:
+    def _exit(self, ulid: str, status: dict[str, Any], instance: ContainerInstance | None = None) -> Exit:
         code, signum, wall = status.get("code"), status.get("signal"), status.get("wall", 0.0)
-        if signum == 9 and self._cgroups.oom_kills(ulid):
-            return Exit(reason=ExitReason.OOM, detail="its memory limit was reached", signal=signum, wall_ts=wall)
+        # Kills that ended commands were told with these; one beyond them was the init's.
+        told = getattr(instance.link, "oom_seen", 0) if instance else 0
+        if signum == 9 and self._cgroups.oom_kills(ulid) > told:
+            limit = memory_bytes(instance.plan) if instance else 0
+            detail = f"memory: its limit of {limit} bytes was reached" if limit else "memory: its limit was reached"
+            return Exit(reason=ExitReason.OOM, detail=detail, signal=signum, wall_ts=wall)
         if code is None and signum is None:
             return Exit(reason=ExitReason.BROKEN, detail="it ended while no holder watched it", wall_ts=wall)
         return Exit(reason=ExitReason.EXITED, detail="its init ended", exit_code=code, signal=signum, wall_ts=wall)
@@ -588,6 +594,12 @@ class ContainerBackend:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
+
+
+def _limits(plan: LaunchPlan) -> tuple[str, ...]:
+    """Limits of each process that the guest sets for the commands and not for itself."""
+    limits = {"--nofile": plan.resources.nofile, "--fsize": plan.resources.fsize}
+    return tuple(word for name, value in limits.items() if value for word in (name, str(value)))
 
 
 async def _through_cancels(task: asyncio.Task[None]) -> None:

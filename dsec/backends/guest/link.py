@@ -172,6 +172,7 @@ class Link:
         request_timeout: seconds for any answer but `wait`'s; then `DeadlineExceeded`.
         oom_kills: the sandbox's count of OOM kills so far (blocking, called in a thread): the guest cannot see its own cgroup, so
             a failed operation during which the count rose is the one that was killed.
+        memory: its memory limit in bytes, named in the status of what was killed.
 
     Raises (all methods): `SandboxGone` when nobody listens any more, `Unavailable` when the connection breaks in a request that
     must not be repeated, `Conflict` with reason ``stale_generation`` when a newer Edge has taken over.
@@ -187,6 +188,7 @@ class Link:
         sandbox_id: str = "",
         request_timeout: float = 30.0,
         oom_kills: Callable[[], int] | None = None,
+        memory: int = 0,
     ) -> None:
         self.path = path
         self.generation = generation
@@ -201,6 +203,7 @@ class Link:
         self._used = 0.0
         self._oom_kills = oom_kills
         self._oom_seen = 0
+        self._memory = memory
         self._oom_ops: deque[str] = deque(maxlen=64)  # a repeated question gets the same answer
 
     # ---- the contract
@@ -302,7 +305,8 @@ class Link:
                 return status
             self._oom_seen = kills
             self._oom_ops.append(status.op)
-        return msgspec.structs.replace(status, oom_killed=True)
+        limit = f"memory: the sandbox's limit of {self._memory} bytes was reached" if self._memory else "memory"
+        return msgspec.structs.replace(status, oom_killed=True, detail=limit)
 
     async def output(self, op: str, offsets: tuple[int, int] = (0, 0), view: bool = False) -> AsyncIterator[Chunk]:
         with _OwnFrames(self.sandbox_id):
@@ -413,6 +417,11 @@ class Link:
         self.hang_up()
 
     # ---- idling
+
+    @property
+    def oom_seen(self) -> int:
+        """OOM kills that were told as the end of an operation."""
+        return self._oom_seen
 
     @property
     def connected(self) -> bool:

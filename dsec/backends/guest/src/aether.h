@@ -159,6 +159,7 @@ struct op {
 extern int epoll_fd, listen_fd;
 extern bool is_init;
 extern const char *default_user, *default_workdir;
+extern uint64_t limit_nofile, limit_fsize; /* of each command; 0: as the agent's own */
 extern char **environ;
 int64_t now_ms(void);
 int64_t now_us(void);

@@ -14,6 +14,7 @@
 #include <string.h>
 #include <sys/ioctl.h>
 #include <sys/prctl.h>
+#include <sys/resource.h>
 #include <sys/signalfd.h>
 #include <sys/socket.h>
 #include <sys/syscall.h>
@@ -74,6 +75,8 @@ static int command(void *arg) {
     setsid();
     if (l->s->flags & S_TTY && ioctl(l->in, TIOCSCTTY, 0)) return fail(l, AT_TTY, errno);
     if (dup2(l->in, 0) < 0 || dup2(l->out, 1) < 0 || dup2(l->err, 2) < 0) return fail(l, AT_FORK, errno);
+    if (limit_nofile) setrlimit(RLIMIT_NOFILE, &(struct rlimit){limit_nofile, limit_nofile}); /* lowering always works */
+    if (limit_fsize) setrlimit(RLIMIT_FSIZE, &(struct rlimit){limit_fsize, limit_fsize});
     int e = cred_apply(&l->cred);
     if (e) return fail(l, AT_USER, e);
     if (chdir(l->cwd)) return fail(l, AT_CWD, errno);

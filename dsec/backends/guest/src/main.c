@@ -1,6 +1,6 @@
 /* Aether's entry: harden first, then one epoll loop until STOP.
  *
- *   aether --fd N [--upper N] [--user USER] [--workdir DIR] [--trust-any-peer]
+ *   aether --fd N [--upper N] [--user USER] [--workdir DIR] [--nofile N] [--fsize BYTES] [--trust-any-peer]
  *
  * N is a listening Unix stream socket inherited from outside the sandbox. Its environment is the sandbox's environment.
  * `--upper` is a descriptor that is only held, for the node to find it in /proc/<pid>/fd: the sandbox's upper directory.
@@ -25,6 +25,7 @@
 int epoll_fd, listen_fd = -1;
 bool is_init;
 const char *default_user = "", *default_workdir = "/";
+uint64_t limit_nofile, limit_fsize;
 
 int64_t now_us(void) {
     struct timespec t;
@@ -56,7 +57,7 @@ static void reap(int fd) {
 }
 
 static int usage(void) {
-    static const char text[] = "usage: aether --fd N [--upper N] [--user USER] [--workdir DIR] [--trust-any-peer]\n";
+    static const char text[] = "usage: aether --fd N [--upper N] [--user USER] [--workdir DIR] [--nofile N] [--fsize BYTES] [--trust-any-peer]\n";
     return write(2, text, sizeof text - 1) < 0 ? 3 : 2;
 }
 
@@ -104,6 +105,8 @@ int main(int argc, char **argv) {
         else if (!strcmp(argv[i], "--upper") && value) fcntl(atoi(argv[++i]), F_SETFD, FD_CLOEXEC);
         else if (!strcmp(argv[i], "--user") && value) default_user = argv[++i];
         else if (!strcmp(argv[i], "--workdir") && value) default_workdir = argv[++i];
+        else if (!strcmp(argv[i], "--nofile") && value) limit_nofile = strtoull(argv[++i], NULL, 10);
+        else if (!strcmp(argv[i], "--fsize") && value) limit_fsize = strtoull(argv[++i], NULL, 10);
         else if (!strcmp(argv[i], "--trust-any-peer")) trust_any_peer = true;
 #ifdef AETHER_NEGATIVE_CONTROL /* shows that the attacks of the test-suite do succeed without the hardening */
         else if (!strcmp(argv[i], "--dumpable")) prctl(PR_SET_DUMPABLE, 1, 0, 0, 0);
