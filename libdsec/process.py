@@ -85,6 +85,7 @@ class Process:
         self._subscription: Subscription | None = None
         self._keeper: asyncio.Task[None] | None = None
         self._reader = ""
+        self._names: list[str] = []
         self._next = list(offsets)  # offset reached, by stream
         self._view = view  # only look on: the command does not wait for us
         self._size = (spec.rows, spec.cols) if spec is not None and spec.tty else (0, 0)  # of our terminal
@@ -96,6 +97,8 @@ class Process:
         self._short_at: tuple[int, int] | None = None
         self._streams_over = False
         self._received = 0  # bytes since we asked, as the Edge counts credit
+        self._acked = 0  # of them those before the first loss: these are never asked for again
+        self._intact = True
         self._told = 0
         self._heard = 0.0
         self._quiet = QUIET
@@ -321,7 +324,10 @@ class Process:
         if chunk.data:
             self._received += len(chunk.data)
             if not self._place(chunk):
+                self._intact = False
                 return
+            if self._intact:
+                self._acked += len(chunk.data)
         if chunk.end:
             if chunk.status is None:
                 self._ask_again()
@@ -337,6 +343,7 @@ class Process:
                 self._ask_again()
                 return
             self._status = chunk.status
+            self._tell()
         self._news.set()
         self._discard()
 
@@ -367,7 +374,7 @@ class Process:
     def _tell(self) -> None:
         self._told = self._credit()
         if self._bulk is not None:
-            message = CreditRequest(op=self.op, reader=self._reader, credit=self._told)
+            message = CreditRequest(op=self.op, reader=self._reader, credit=self._told, received=self._acked)
             self._bulk.post(self._sandbox._subject("credit"), codec.encode(message))
 
     def _ask_again(self) -> None:
@@ -376,15 +383,18 @@ class Process:
     async def _attach(self) -> None:
         """Become the reader, from the offsets reached. A new name each time: pieces of the former asking are told apart by it."""
         self._again.clear()
-        former, self._reader = self._reader, os.urandom(6).hex()
+        self._reader = os.urandom(6).hex()
+        self._names = [*self._names[-7:], self._reader]  # nobody knows which of those that were not answered have arrived
         self._fresh = [True, True]
-        self._received = 0
+        self._received = self._acked = 0
+        self._intact = True
         self._told = max(TELL, self._credit())  # what waits here counts against the new credit as well
         self._heard = asyncio.get_running_loop().time()
         request = OutputRequest(
             op=self.op,
             reader=self._reader,
-            replaces=former,
+            replaces=tuple(self._names[:-1]),
+            acks=True,
             view=self._view,
             stdout=self._next[0],
             stderr=self._next[1],
@@ -395,6 +405,7 @@ class Process:
             patience_ms=int(self.patience * 1000),
         )
         await self._sandbox._request("output", request, Empty, timeout=60.0, each=5.0, repeat=False)
+        self._names = [self._reader]
 
     async def _keep(self) -> None:
         """Repeats the credit each second, and asks again when something is missing or it is quiet for long."""

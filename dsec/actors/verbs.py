@@ -195,6 +195,8 @@ class Verbs:
         assert caller is not None
         _, _, sid = subjects.sandbox_parse(context.subject)
         key = (sid.ulid, request.op)
+        if self._readers.again(key, request):
+            return Empty()
         started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.edge.spawn(self._pump(sandbox, key, subjects.output(self.edge.bus.unit, sid, request.op, caller.project), request, started))
         await started
@@ -235,7 +237,7 @@ class Verbs:
             if request.close:
                 pump.close()
             else:
-                pump.credit(request.credit)
+                pump.credit(request.credit, request.received)
         return Empty()
 
     # ------------------------------------------------------------------ one sandbox's life

@@ -193,7 +193,8 @@ class OutputRequest(Message, frozen=True, kw_only=True):
 
     op: str
     reader: Name
-    replaces: str = ""  # this client's reader before: it is let go without an end
+    replaces: tuple[str, ...] = ()  # this client's readers before, one of which may be here: it is let go without an end
+    acks: bool = False  # its credit messages say what has arrived: until then it may be asked for again
     view: bool = False  # only look on: the command does not wait for this reader
     rows: int = 0  # the size that this reader's terminal has; 0 = it has none
     cols: int = 0
@@ -210,6 +211,7 @@ class CreditRequest(Message, frozen=True, kw_only=True):
     op: str
     reader: str
     credit: int
+    received: int = 0  # bytes that have arrived since the request
     close: bool = False
 
 

@@ -129,7 +129,8 @@ async def test_c18_a_quiet_terminal_stays(sandbox: Sandbox) -> None:  # noqa: F8
 async def test_c19_64_mib_over_a_killed_bus(client: Client, cluster: Cluster, sandbox: Sandbox) -> None:  # noqa: F811
     """nats-server is killed with -9 in the middle of 64 MiB of output: no byte is lost, none comes twice."""
     size = 64 << 20
-    code = "import sys\nfor n in range(0, %d, 65536): sys.stdout.buffer.write(b''.join(b'%%07x\\n' %% i for i in range(n // 8, n // 8 + 8192)))"
+    lines = "b''.join(b'%%07x\\n' %% i for i in range(n // 8, n // 8 + 8192))"
+    code = f"import sys\nfor n in range(0, %d, 65536): sys.stdout.buffer.write({lines})"
     killed = False
     at = 0
     async with asyncio.timeout(90), sandbox.start(["python3", "-c", code % size]) as process:
@@ -245,14 +246,14 @@ async def test_limits_of_files(client: Client) -> None:  # noqa: F811
         assert (await box.exec("ulimit -n; ulimit -Hn; ulimit -f")).stdout.split()[:2] == [b"32", b"32"]
         result = await box.exec(["python3", "-c", "x = [open('/dev/null') for _ in range(64)]"])
         assert b"Too many open files" in result.stderr
-        assert (await box.exec("head -c 2000000 /dev/zero > /tmp/big")).signal == signal.SIGXFSZ
+        assert (await box.exec("head -c 2000000 /dev/zero > /tmp/big")).exit_code == 128 + signal.SIGXFSZ
         assert (await box.exec("stat -c %s /tmp/big")).stdout == b"1048576\n"
         await box.files.write("/tmp/larger", bytes(2 << 20))
 
 
 # ---------------------------------------------------------------------- burst, users, environment
 async def test_c34_many_execs_at_once(sandbox: Sandbox) -> None:  # noqa: F811
-    """128 execs at one time on one sandbox: all answer, none times out."""
+    """48 execs at one time on one sandbox: all answer, none times out."""
     results = await asyncio.gather(*(sandbox.exec(f"echo {n}", timeout=60) for n in range(48)))
     assert [result.stdout.text.strip() for result in results] == [str(n) for n in range(48)]
 
@@ -284,13 +285,14 @@ async def test_c45_c47_users(client: Client) -> None:  # noqa: F811
 
 async def test_c46_capabilities(sandbox: Sandbox) -> None:  # noqa: F811
     """Root inside has the default set, which is named in the docs, and can do what root of a container does."""
-    done = await sandbox.exec("mkdir /srv2 && touch /srv2/f && chown() { python3 -c 'import os; os.chown(\"/srv2/f\", 5, 6)'; }; chown && stat -c %u:%g /srv2/f")
-    assert done.stdout == b"5:6\n"
+    give = "import os; os.mkdir('/srv2'); os.chmod('/srv2', 0o700); os.chown('/srv2', 5, 6)"
+    assert (await sandbox.exec(["python3", "-c", give])).ok
+    assert (await sandbox.exec("touch /srv2/f; stat -c %u:%g /srv2")).stdout == b"5:6\n"
     port = "import socket; s = socket.socket(); s.bind(('127.0.0.1', 80)); print('bound')"
     assert (await sandbox.exec(["python3", "-c", port])).stdout == b"bound\n"
     assert (await sandbox.exec("id -u", user="user")).stdout == b"1000\n"
     bits = int((await sandbox.exec("sed -n 's/CapEff:.//p' /proc/self/status")).stdout, 16)
-    assert bin(bits).count("1") == len(CAPABILITIES)
+    assert bits.bit_count() == len(CAPABILITIES)
     text = (Path(__file__).parents[2] / "docs" / "operations.md").read_text()
     assert [name for name in CAPABILITIES if name not in text] == []
 
