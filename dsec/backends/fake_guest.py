@@ -88,7 +88,7 @@ class Op:
 
     def status(self, op: str, captured: bool) -> OpStatus:
         running = not self.done.is_set()
-        streams = (self.streams[0].captured(), self.streams[1].captured()) if captured else (Captured(), Captured())
+        streams = [stream.captured() if captured else Captured(total=stream.total) for stream in self.streams]
         return OpStatus(
             op=op,
             running=running,

@@ -9,6 +9,7 @@ import click
 
 from dsec.commands import outcome
 from dsec.commands.common import Settings, age, common, emit, pairs, run, size_text, table
+from dsec.commands.ids import SANDBOX
 
 if TYPE_CHECKING:
     from dsec.bus.messages import ClusterView, Event
@@ -56,10 +57,15 @@ def state_text(info: SandboxInfo) -> str:
 
 
 @click.command("info")
-@click.argument("sandbox_id", metavar="ID")
+@click.argument("sandbox_id", metavar="ID", shell_complete=SANDBOX.shell_complete)
 @common
 def info_command(settings: Settings, sandbox_id: str) -> None:
-    """Everything about one sandbox: state, layers, limits, use, how it ended."""
+    """Everything about one sandbox: state, layers, limits, use; of one that has ended how it did, as long as its node remembers it.
+
+    \b
+    dsec info ID
+    dsec info ID --json | jq .exit
+    """
 
     async def work() -> SandboxInfo:
         from dsec.bus.messages import Empty, InfoReply
@@ -91,6 +97,7 @@ def info_command(settings: Settings, sandbox_id: str) -> None:
         ("addresses", ", ".join(info.addresses)),
         ("not enforced", ", ".join(info.degraded)),
         ("exit", f"{info.exit.reason}: {info.exit.detail}".rstrip(": ") if info.exit else ""),
+        ("ended", f"{age(info.exit.wall_ts)} ago" if info.exit and info.exit.wall_ts else ""),
     ]
     for name, value in rows:
         if value:
@@ -99,7 +106,7 @@ def info_command(settings: Settings, sandbox_id: str) -> None:
 
 def many(verb: str, help_: str) -> click.Command:
     @click.command(verb, help=help_)
-    @click.argument("ids", nargs=-1, metavar="[ID]...")
+    @click.argument("ids", nargs=-1, metavar="[ID]...", shell_complete=SANDBOX.shell_complete)
     @click.option("-l", "--label", multiple=True, metavar="KEY=VALUE", help="All with this label.")
     @click.option("--all", "everything", is_flag=True, help="All of the project.")
     @common

@@ -12,6 +12,7 @@ import click
 
 from dsec.commands import outcome, stdio
 from dsec.commands.common import Progress, Settings, common, emit, pairs, run, table
+from dsec.commands.ids import SANDBOX
 
 if TYPE_CHECKING:
     from libdsec import ExecResult, Sandbox, SandboxSpec
@@ -341,7 +342,7 @@ def show_burst(settings: Settings, rows: list[dict[str, Any]], failed: list[dict
 
 
 @click.command("exec", cls=Runner, context_settings=COMMAND)
-@click.argument("sandbox_id", metavar="ID")
+@click.argument("sandbox_id", metavar="ID", shell_complete=SANDBOX.shell_complete)
 @click.argument("command", nargs=-1, type=click.UNPROCESSED)
 @click.option("-e", "--env", multiple=True, metavar="KEY[=VALUE]")
 @click.option("-w", "--workdir", default=None)
