@@ -31,7 +31,7 @@ from dsec.backends.instance import ContainerInstance, End
 from dsec.backends.network import TOP, OpenNetwork
 from dsec.backends.pack import UPPER_FD, Shelf
 from dsec.backends.plan import MASKED, Node, memory_bytes
-from dsec.backends.render import GUEST_PATH, render
+from dsec.backends.render import GUEST_PATH, guest_options, render
 from dsec.config import NetworkConfig
 from dsec.errors import DsecError, NodeError, Unavailable
 from dsec.layers.mounts import LayerMount
@@ -328,10 +328,7 @@ class ContainerBackend:
                 "3",
                 "--upper",
                 str(UPPER_FD),
-                *(("--user", plan.user) if plan.user else ()),
-                "--workdir",
-                plan.workdir or "/",
-                *_limits(plan),
+                *guest_options(plan),
             ),
             seccomp_blob=seccomp.compiled(profile) if profile is not None and is_crun else b"",
             seccomp_oci=seccomp.to_oci(profile) if profile is not None and not is_crun else None,
@@ -500,12 +497,10 @@ class ContainerBackend:
 
     def _exit(self, ulid: str, status: dict[str, Any], instance: ContainerInstance | None = None) -> Exit:
         code, signum, wall = status.get("code"), status.get("signal"), status.get("wall", 0.0)
-        # Kills that ended commands were told with these; one beyond them was the init's.
-        told = getattr(instance.link, "oom_seen", 0) if instance else 0
+        told = getattr(instance.link, "oom_seen", 0) if instance else 0  # kills that ended commands; one beyond them was the init's
         if signum == 9 and self._cgroups.oom_kills(ulid) > told:
-            limit = memory_bytes(instance.plan) if instance else 0
-            detail = f"memory: its limit of {limit} bytes was reached" if limit else "memory: its limit was reached"
-            return Exit(reason=ExitReason.OOM, detail=detail, signal=signum, wall_ts=wall)
+            limit = f"memory: its limit of {memory_bytes(instance.plan)} bytes was reached" if instance else "memory"
+            return Exit(reason=ExitReason.OOM, detail=limit, signal=signum, wall_ts=wall)
         if code is None and signum is None:
             return Exit(reason=ExitReason.BROKEN, detail="it ended while no holder watched it", wall_ts=wall)
         return Exit(reason=ExitReason.EXITED, detail="its init ended", exit_code=code, signal=signum, wall_ts=wall)
@@ -594,12 +589,6 @@ class ContainerBackend:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
-
-
-def _limits(plan: LaunchPlan) -> tuple[str, ...]:
-    """Limits of each process that the guest sets for the commands and not for itself."""
-    limits = {"--nofile": plan.resources.nofile, "--fsize": plan.resources.fsize}
-    return tuple(word for name, value in limits.items() if value for word in (name, str(value)))
 
 
 async def _through_cancels(task: asyncio.Task[None]) -> None:

@@ -81,3 +81,9 @@ def render(
         "linux": linux,
         "annotations": {BLOB_ANNOTATION: base64.b64encode(seccomp_blob).decode()} if seccomp_blob else {},
     }
+
+
+def guest_options(plan: LaunchPlan) -> tuple[str, ...]:
+    """Arguments of the guest: whom and where commands run as, and the limits of each, which it sets for them and not for itself."""
+    options = {"--user": plan.user, "--workdir": plan.workdir or "/", "--nofile": plan.resources.nofile, "--fsize": plan.resources.fsize}
+    return tuple(word for name, value in options.items() if value for word in (name, str(value)))
