@@ -1,0 +1,35 @@
+"""The command line's looks into what runs: operations, output by offset, use, ends; on the fake backend."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+from tests.integration.test_cli_cluster import FAKE, Cli, dsec, environ  # noqa: F401
+
+
+def test_what_runs_and_what_it_wrote(dsec: Cli, environ: dict[str, str]) -> None:  # noqa: F811
+    """exec -d, ops, logs of an operation by offset and followed, top, label, wait, prune, completion of ids."""
+    name = dsec("create", "img", *FAKE).stdout.decode().strip()
+    op = dsec("exec", "-d", name, "--", "/bin/sh", "-c", "echo early; sleep 1; echo late").stdout.decode().strip()
+    assert f"{op}   command   running" in dsec("ops", name).stdout.decode()
+    assert dsec("logs", name, op).stdout == b"early\n"
+    assert dsec("logs", name, op, "-f").stdout == b"early\nlate\n"
+    assert dsec("logs", name, op, "--stdout", "6").stdout == b"late\n"
+    assert json.loads(dsec("logs", name, op, "--json").stdout.splitlines()[0])["offset"] == 0
+    assert "exit 0" in dsec("ops", name).stdout.decode()
+    assert dsec("logs", name, "0" * 32).returncode == 3
+    assert name.encode() in dsec("top", "--once").stdout
+    assert dsec("label", name, "job=b", "old=x").stdout == b"job=b,old=x\n"
+    assert dsec("label", name, "old-").stdout == b"job=b\n"
+    assert dsec("wait", "--timeout", "0.1", name).returncode == 4
+    words = {"COMP_WORDS": f"dsec info {name[:4]}", "COMP_CWORD": "2", "_DSEC_COMPLETE": "bash_complete"}
+    command = [sys.executable, "-c", "import sys; sys.argv[0] = 'dsec'; from dsec.cli import dsec; dsec(prog_name='dsec')"]
+    done = subprocess.run(command, env=environ | words, capture_output=True, timeout=30, check=False)
+    assert done.stdout.decode().split() == [f"plain,{name}"]
+    dsec("stop", name)
+    assert dsec("wait", name).stdout.decode() == f"{name} requested\n"
+    assert "requested" in dsec("info", name).stdout.decode()
+    assert dsec("prune", "--label", "job=b").stdout.decode().split() == [name]
+    assert dsec("info", name).returncode == 3
