@@ -12,7 +12,7 @@ from tests.integration.test_cli_cluster import FAKE, Cli, dsec, environ  # noqa:
 def test_what_runs_and_what_it_wrote(dsec: Cli, environ: dict[str, str]) -> None:  # noqa: F811
     """exec -d, ops, logs of an operation by offset and followed, top, label, wait, prune, completion of ids."""
     name = dsec("create", "img", *FAKE).stdout.decode().strip()
-    op = dsec("exec", "-d", name, "--", "/bin/sh", "-c", "echo early; sleep 1; echo late").stdout.decode().strip()
+    op = dsec("exec", "-d", name, "--", "/bin/sh", "-c", "echo early; sleep 5; echo late").stdout.decode().strip()
     assert f"{op}   command   running" in dsec("ops", name).stdout.decode()
     assert dsec("logs", name, op).stdout == b"early\n"
     assert dsec("logs", name, op, "-f").stdout == b"early\nlate\n"
