@@ -202,7 +202,7 @@ class Link:
         self._file_slots = asyncio.Semaphore(FILE_REQUESTS)
         self._used = 0.0
         self._oom_kills = oom_kills
-        self._oom_seen = 0
+        self.oom_seen = 0  # kills that were told as the end of an operation
         self._memory = memory
         self._oom_ops: deque[str] = deque(maxlen=64)  # a repeated question gets the same answer
 
@@ -301,9 +301,9 @@ class Link:
             return status
         if status.op not in self._oom_ops:
             kills = await asyncio.to_thread(self._oom_kills)
-            if kills <= self._oom_seen:
+            if kills <= self.oom_seen:
                 return status
-            self._oom_seen = kills
+            self.oom_seen = kills
             self._oom_ops.append(status.op)
         limit = f"memory: the sandbox's limit of {self._memory} bytes was reached" if self._memory else "memory"
         return msgspec.structs.replace(status, oom_killed=True, detail=limit)
@@ -417,11 +417,6 @@ class Link:
         self.hang_up()
 
     # ---- idling
-
-    @property
-    def oom_seen(self) -> int:
-        """OOM kills that were told as the end of an operation."""
-        return self._oom_seen
 
     @property
     def connected(self) -> bool:
