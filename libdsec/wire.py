@@ -212,7 +212,7 @@ class Wire:
         Raises the first error when nobody answered with anything else.
         """
         view = await self.view()
-        known = {node.edge for node in view.nodes} - set(view.lost) if view is not None else None
+        known = {node.edge for node in view.nodes}.union(view.expected) - set(view.lost) if view is not None else None
         # Nobody waits for a node that has not been heard of for a while: it is named as silent, and its answer is still taken.
         late = {name for name, age in view.ages_ms.items() if age > LATE_MS} if view is not None else set()
         if known is not None and not known:

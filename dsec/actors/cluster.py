@@ -7,8 +7,6 @@ none is declared lost.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import msgspec
 
 from dsec.bus.messages import ClusterView, Heartbeat
@@ -95,13 +93,13 @@ class Cluster:
             del self.fenced[edge]
 
     def view(self, watcher: str, now: float) -> ClusterView:
-        """The view for Schedulers and people; nodes that were only expected are not in it."""
+        """The view for Schedulers and people; nodes that were only expected are named apart."""
         self._n += 1
-        heard: Iterable[Seen] = [seen for seen in self.nodes.values() if seen.beat is not None]
         return ClusterView(
             watcher=watcher,
             n=self._n,
-            nodes=tuple(seen.beat for seen in heard if seen.beat is not None),
-            ages_ms={seen.edge: int((now - seen.at) * 1000) for seen in heard},
+            nodes=tuple(seen.beat for seen in self.nodes.values() if seen.beat is not None),
+            ages_ms={seen.edge: int((now - seen.at) * 1000) for seen in self.nodes.values()},
             lost=tuple(self.fenced),
+            expected=tuple(seen.edge for seen in self.nodes.values() if seen.beat is None),
         )

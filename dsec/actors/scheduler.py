@@ -39,6 +39,7 @@ from dsec.model import SandboxSpec, new_ulid
 
 log = structlog.get_logger("dsec.scheduler")
 _spec = msgspec.msgpack.Decoder(SandboxSpec)
+SPEC_BYTES = 400_000  # of one spec: an answer that repeats parts of it still fits one message
 FAILED_AT_ONCE = 1_000  # failures in one message: with their texts they stay far below the server's limit
 
 
@@ -301,6 +302,8 @@ def _needs(specs: Sequence[msgspec.Raw]) -> list[Requirement]:
     """What each spec requires; a spec that is not one is an `InvalidRequest` with its path."""
     needs = []
     for at, raw in enumerate(specs):
+        if (size := len(memoryview(raw))) > SPEC_BYTES:
+            raise InvalidRequest(f"is {size} bytes long, more than {SPEC_BYTES}", field=f"specs[{at}]", fix="put large values into files")
         try:
             needs.append(requirement(_spec.decode(raw)))
         except msgspec.ValidationError:

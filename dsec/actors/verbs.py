@@ -317,7 +317,7 @@ class Verbs:
         size = 0
         for row in rows[: selector.limit]:
             size += len(msgspec.msgpack.encode(row))
-            if size > LIST_BYTES:
+            if kept and size > LIST_BYTES:  # one alone always goes: a page without a row would be taken for the end
                 break
             kept.append(row)
         return ListReply(edge=self.edge.name, sandboxes=tuple(kept), more=len(kept) < len(rows))

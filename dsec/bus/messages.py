@@ -365,6 +365,7 @@ class ClusterView(Message, frozen=True, kw_only=True):
     nodes: tuple[Heartbeat, ...] = ()
     ages_ms: dict[str, int] = {}
     lost: tuple[str, ...] = ()
+    expected: tuple[str, ...] = ()  # by their records they are there, and this Watcher, begun a moment ago, has not heard them yet
 
 
 class DrainRequest(Message, frozen=True, kw_only=True):

@@ -68,6 +68,24 @@ async def test_an_edge_that_dies_in_a_burst_leaves_nothing_half_made(box: Box) -
     assert len(edge.sandboxes) + len(edge.ended) == 40  # every id that was acknowledged is still known
 
 
+async def test_a_watcher_that_has_just_begun_hides_no_node(box: Box) -> None:
+    """Before the first heartbeat reaches it, lists and stops of many still ask the nodes that the records name."""
+    await box.edge()
+    watcher = await box.watcher()
+    await box.scheduler()
+    async with box.client() as dsec:
+        handles = await dsec.create_many(SPEC, 3)
+        watcher.cluster.nodes["n1"].beat = None  # as it is after its start
+        watcher._tell()
+        await asyncio.sleep(0.02)
+        assert {info.id for info in await dsec.list()} == {sb.id for sb in handles}
+        watcher.cluster.nodes["n1"].beat = None
+        watcher._tell()
+        await asyncio.sleep(0.02)
+        assert len(await dsec.stop(everything=True)) == 3
+        assert await dsec.list() == []
+
+
 async def test_a_fenced_edge_reaps_instead_of_adopting(box: Box) -> None:
     """Declared lost while it was away: on its return everything is freed and told as node_lost."""
     await box.edge("n1")

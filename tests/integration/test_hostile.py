@@ -14,7 +14,7 @@ from dsec.bus import codec, subjects
 from dsec.bus.messages import EdgeInfo, Empty
 from dsec.bus.server import NatsServer
 from dsec.model import SandboxId, new_ulid
-from tests.integration.actors_box import ME, SPEC, Box
+from tests.integration.actors_box import ME, SPEC, Box, but
 
 REQUEST: dict[str, Any] = {"specs": [SPEC], "items": [{"spec": 0, "first": 0}], "deadline_ms": 5_000}
 
@@ -49,6 +49,7 @@ async def _create(box: Box, **changes: Any) -> dict[str, Any]:
         ("items[0].first", {"items": [{"spec": 0, "first": 1 << 63}]}),
         ("items.first", {"items": [{"spec": 0, "first": (1 << 31) - 1, "count": 2}]}),
         ("items", {"items": [{"spec": 0, "first": 0, "count": 10**9}]}),
+        ("specs[0]", {"specs": [msgspec.structs.replace(SPEC, labels={f"k{n}": "v" * 1000 for n in range(900)})]}),
         ("burst", {"burst": ""}),
         ("burst", {"burst": "b" * 100_000}),
         ("lease.ttl_ms", {"lease": {"id": "l", "ttl_ms": -1}}),
@@ -61,6 +62,15 @@ async def test_a_hostile_create_is_refused_with_its_field(box: Box, field: str, 
     assert (refused["code"], refused["field"]) == ("invalid", field), refused
     async with box.client() as dsec, dsec.sandbox(SPEC) as sandbox:
         assert (await sandbox.exec("echo here")).stdout == b"here\n"
+
+
+async def test_large_sandboxes_hide_no_others(box: Box) -> None:
+    """The largest that are allowed are listed page by page, and the small ones behind them too."""
+    large = but(labels={f"k{n}": "v" * 1000 for n in range(380)})
+    async with box.client() as dsec:
+        ids = {(await dsec.create(spec)).id for spec in (large, large, SPEC)}
+        assert {info.id for info in await dsec.list()} == ids
+        await dsec.stop(everything=True)
 
 
 async def test_no_answer_goes_to_a_subject_of_the_system(box: Box) -> None:
