@@ -9,6 +9,7 @@
     heads/<name>.json           the newest change again, for stores that cannot list (HTTP)
     pins/<hex>/<who>            keeps a layer from `gc`
 
+obstore is called in threads: its own asynchronous calls end the interpreter with SIGABRT when it exits just after one (0.12).
 Nothing is ever appended to or locked, so any number of writers may work at once: two that put one layer write equal bytes, and of two
 that tag one name the later wins and both are in the history. An upload appears whole or not at all (rename, or S3's commit).
 Whatever is read is checked against the manifest, so an altered or truncated object is found when it is fetched.
@@ -16,6 +17,7 @@ Whatever is read is checked against the manifest, so an altered or truncated obj
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import re
@@ -28,7 +30,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from dsec.errors import DsecError, NodeError, NotFound, Unsupported
-from dsec.layers import index, manifest, objects
+from dsec.layers import index, manifest, objects, tools
 from dsec.layers.manifest import Manifest
 from dsec.layers.stack import close_matches
 from dsec.layers.store import LayerInfo, Removed
@@ -79,10 +81,7 @@ class RemoteStore:
 
     async def get_range(self, digest: str, offset: int, length: int) -> bytes:
         """Bytes of the blob, as the store has them: the caller checks them against the manifest's chunks."""
-        import obstore
-
-        with objects.errors(digest):
-            return bytes(await obstore.get_range_async(self._store, f"{_at(digest)}/data", start=offset, length=length))
+        return await tools.in_thread(self.range_sync, digest, offset, length)
 
     def range_sync(self, digest: str, offset: int, length: int) -> bytes:
         """`get_range` for a thread."""
@@ -190,8 +189,6 @@ class RemoteStore:
     async def gc(self, keep: Collection[str] = (), grace: float = GRACE_S) -> Removed:
         """Remove layers without a name, a pin, a named descendant or a place in ``keep``, and what broken uploads left; nothing that
         was written within ``grace`` seconds."""
-        import obstore
-
         self._check_writable()
         infos = {info.digest: info for info in await self.list()}
         pins = await self.pins()
@@ -202,10 +199,8 @@ class RemoteStore:
             kept.add(digest)
             todo += [parent for parent in (infos[digest].parents if digest in infos else ()) if parent not in kept]
         by_layer: dict[str, list[Any]] = {}
-        with objects.errors("layers/"):
-            for batch in obstore.list(self._store, prefix="layers/"):
-                for row in batch:
-                    by_layer.setdefault("sha256:" + row["path"].split("/")[1], []).append(row)
+        for row in await self._rows("layers/"):
+            by_layer.setdefault("sha256:" + row["path"].split("/")[1], []).append(row)
         gone, freed, young = [], 0, []
         for digest, rows in by_layer.items():
             if digest in kept:
@@ -228,36 +223,48 @@ class RemoteStore:
     async def _get(self, path: str, what: str) -> bytes:
         import obstore
 
-        with objects.errors(what):
-            return bytes(await (await obstore.get_async(self._store, path)).bytes_async())
+        def get() -> bytes:
+            with objects.errors(what):
+                return bytes(obstore.get(self._store, path).bytes())
+
+        return await tools.in_thread(get)
 
     async def _put(self, path: str, content: bytes | Path) -> None:
         import obstore
 
         self._check_writable()
-        with objects.errors(path):
-            await obstore.put_async(self._store, path, content, chunk_size=MULTIPART)
+
+        def put() -> None:
+            with objects.errors(path):
+                obstore.put(self._store, path, content, chunk_size=MULTIPART)
+
+        await tools.in_thread(put)
 
     async def _delete(self, path: str) -> None:
         import obstore
 
         self._check_writable()
-        try:
-            with objects.errors(path):
-                await obstore.delete_async(self._store, path)
-        except NotFound:  # another one was quicker
-            return
+
+        def delete() -> None:
+            with contextlib.suppress(NotFound), objects.errors(path):  # another one was quicker
+                obstore.delete(self._store, path)
+
+        await tools.in_thread(delete)
 
     async def _paths(self, prefix: str) -> Sequence[str]:
+        return [row["path"] for row in await self._rows(prefix)]
+
+    async def _rows(self, prefix: str) -> Sequence[Any]:
         import obstore
 
         if not self.writable:
             raise Unsupported("a layer store over HTTP cannot be listed", field=objects.FIELD, value=self.url)
-        found: list[str] = []
-        with objects.errors(prefix):
-            async for batch in obstore.list(self._store, prefix=prefix):
-                found += [row["path"] for row in batch]
-        return found
+
+        def rows() -> Sequence[Any]:
+            with objects.errors(prefix):
+                return [row for batch in obstore.list(self._store, prefix=prefix) for row in batch]
+
+        return await tools.in_thread(rows)
 
     async def _newest(self, name: str) -> index.Entry | None:
         if not self.writable:
