@@ -35,7 +35,7 @@ from dsec.bus.messages import (
 )
 from dsec.bus.transport import Msg, Subscription, Transport
 from dsec.errors import DeadlineExceeded, DsecError, InvalidRequest, SandboxError, from_body
-from dsec.model import ExecSpec, OpStatus
+from dsec.model import ExecSpec, OpStatus, State
 from libdsec.results import ExecResult
 from libdsec.spec import whole
 from libdsec.wire import is_silence
@@ -422,8 +422,13 @@ class Process:
                     self._status = await self._sandbox._run(self.op, None)
                     self._news.set()
                 elif self._again.is_set() or loop.time() - self._heard > self._quiet:
-                    self._quiet = min(self._quiet * 2, 60.0) if not self._again.is_set() else QUIET
-                    await self._attach()
+                    asked = self._again.is_set()
+                    self._quiet = QUIET if asked else min(self._quiet * 2, 60.0)
+                    if asked or (await self._sandbox.info()).state is not State.PAUSED:  # asking would wake it
+                        await self._attach()
+                    else:
+                        self._heard = loop.time()
+                        self._tell()
                     pause = 0.05
                 else:
                     self._tell()

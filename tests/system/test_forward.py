@@ -260,6 +260,20 @@ async def test_a_server_that_does_not_read_is_waited_for(served: Sandbox) -> Non
         await asyncio.gather(sending, return_exceptions=True)
 
 
+async def test_a_paused_sandbox_stays_paused(served: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An idle connection does not wake it; a byte does, and arrives."""
+    monkeypatch.setattr("libdsec.process.QUIET", 0.1)
+    async with served.connect(7000) as connection, asyncio.timeout(20):
+        await connection.send(b"x")
+        assert await connection.receive() == b"x"
+        await served.pause()
+        await asyncio.sleep(3)
+        assert (await served.info()).state == "paused"
+        await connection.send(b"y")
+        assert await connection.receive() == b"y"
+        assert (await served.info()).state == "running"
+
+
 async def test_the_sandboxs_death_ends_its_connections(client: Client) -> None:
     """In the middle of a stream: local clients see the end at once, new ones are refused, and `connect` says why."""
     async with client.sandbox("small", **ROOMY) as sandbox:
