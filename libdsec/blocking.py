@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import builtins
 import os
+import re
 import threading
 from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
@@ -283,6 +284,9 @@ class Sandbox:
     def start(self, cmd: str | Iterable[str], **options: Any) -> Process:
         return Process(self._loop, self._sandbox.start(cmd, **options))
 
+    def terminal(self, cmd: str | Iterable[str] = ("/bin/sh", "-i"), **options: Any) -> Process:
+        return Process(self._loop, self._sandbox.terminal(cmd, **options))
+
     def session(self, **options: Any) -> Session:
         return Session(self._loop, self._sandbox.session(**options))
 
@@ -339,6 +343,12 @@ class Process:
 
     def wait(self, timeout: float | None = None) -> ExecResult:
         return self._loop.run(self._process.wait(timeout))
+
+    def expect(self, pattern: str | bytes | re.Pattern[bytes], timeout: float | None = 30.0) -> re.Match[bytes]:
+        return self._loop.run(self._process.expect(pattern, timeout))
+
+    def resize(self, rows: int, cols: int) -> None:
+        self._loop.run(self._process.resize(rows, cols))
 
     def write(self, data: bytes | str) -> None:
         self._loop.run(self._process.write(data))

@@ -152,6 +152,20 @@ async def test_c19_64_mib_over_a_killed_bus(client: Client, cluster: Cluster, sa
     assert at == size
 
 
+async def test_c19_a_session_over_a_killed_edge(cluster: Cluster, sandbox: Sandbox) -> None:  # noqa: F811
+    """The Edge is killed with -9 in the middle of a run: its result comes whole, and the session has its state."""
+    (edge,) = cluster.edges.values()
+    async with sandbox.session() as shell:
+        await shell.run("A=1; cd /tmp")
+        running = asyncio.ensure_future(shell.run("for i in 1 2 3 4 5 6 7 8; do echo $i; sleep 0.2; done", timeout=30))
+        await asyncio.sleep(0.4)
+        await edge.kill()
+        await edge.start()
+        async with asyncio.timeout(30):
+            assert (await running).stdout == b"1\n2\n3\n4\n5\n6\n7\n8\n"
+            assert (await shell.run("echo $A; pwd")).stdout == b"1\n/tmp\n"
+
+
 # ---------------------------------------------------------------------- processes, resources, ends
 async def test_c21_orphans_are_reaped(sandbox: Sandbox) -> None:  # noqa: F811
     """A thousand orphans leave no zombie."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import assert_type
@@ -70,8 +71,25 @@ async def sandbox_api(sandbox: libdsec.Sandbox) -> None:
         await process.resize(24, 80)
         await process.kill()
         assert_type(await process.wait(5), libdsec.ExecResult)
-    async with sandbox.session(cwd="/w") as shell:
+    async with sandbox.session(cwd="/w", shell="sh") as shell:
         assert_type(await shell.run("cd /", timeout=5), libdsec.ExecResult)
+        async with shell.start("make") as process:
+            assert_type(process, libdsec.Process)
+        await shell.interrupt()
+        record = await shell.output(offset=5, stream="stderr")
+        assert_type(record.data, bytes)
+        assert_type(record.next, int)
+        assert_type(shell.detach().id, str)
+    async with sandbox.attach_session("0" * 32) as shell:
+        await shell.close()
+    assert_type(await sandbox.sessions(), list[OpStatus])
+    async with sandbox.terminal("python3", rows=30) as process:
+        assert_type(await process.expect(">>> ", timeout=5), re.Match[bytes])
+        async for text in process.texts():
+            assert_type(text, str)
+    async with sandbox.process("0" * 32, stdout=7, view=True) as process:
+        assert_type(await process.wait(), libdsec.ExecResult)
+    assert_type(await sandbox.set_labels({"a": "1"}, remove=["b"]), dict[str, str])
     files = sandbox.files
     assert_type(await files.read("/f"), bytes)
     assert_type(await files.read_text("/f"), str)
