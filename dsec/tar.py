@@ -31,6 +31,7 @@ Opener = Callable[[int, str, int], int]  # (root, path below it, flags) -> descr
 _CHUNK = 1 << 20
 _BUFFER = 256 << 10  # bytes read of the stream at once
 _MAX_HEADER = 1 << 20  # an extended header is read into memory whole
+_MAX_LATER = 100_000  # directories whose mode and time are set when all is there
 _MAX_PIECES = 65_536  # of one sparse file
 _EXTENDED = frozenset({tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK, tarfile.SOLARIS_XHDTYPE})
 _XATTR = "SCHILY.xattr."
@@ -260,7 +261,14 @@ class _Extraction:
             if not stat.S_ISDIR(status.st_mode):
                 os.unlink(leaf, dir_fd=where)
                 os.mkdir(leaf, 0o700, dir_fd=where)
-        self._directories[name] = member
+        if len(self._directories) < _MAX_LATER:
+            self._directories[name] = member
+            return
+        fd = self._opener(where, leaf, _DIR | os.O_NOFOLLOW)  # at once: what it will hold may change its time
+        try:
+            self._finish(fd, member)
+        finally:
+            os.close(fd)
 
     def _file(self, archive: tarfile.TarFile, where: int, leaf: str, member: tarfile.TarInfo) -> None:
         self._bytes += member.size

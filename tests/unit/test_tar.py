@@ -174,6 +174,15 @@ def test_memory_does_not_grow_with_the_archive(place: Path) -> None:
         os.close(root)
 
 
+def test_directories_are_remembered_within_a_bound(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beyond it they get their mode at once, and are filled all the same."""
+    monkeypatch.setattr(tar, "_MAX_LATER", 3)
+    archive = b"".join(member(f"d{n}", DIR, mode=0o755) + member(f"d{n}/f") for n in range(6))
+    unpack(archive + END, place / "target")
+    assert sorted(path.name for path in (place / "target").iterdir()) == [f"d{n}" for n in range(6)]
+    assert all((place / f"target/d{n}").stat().st_mode & 0o777 == 0o755 and (place / f"target/d{n}/f").exists() for n in range(6))
+
+
 def test_c44_what_is_honest_survives(place: Path) -> None:
     """Absolute and dangling links, hard links, holes, modes, nanoseconds and attributes come back as they were packed."""
     source = place / "target" / "source"
