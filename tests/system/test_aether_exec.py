@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import signal
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from dsec.backends.guest import wire
 from dsec.backends.guest.link import Link
 from dsec.errors import Conflict, Denied, DsecError, InvalidRequest, NotFound, SandboxGone
 from dsec.model import ExecSpec
@@ -49,6 +51,21 @@ async def test_environment_directory_and_user(link: Link) -> None:
     assert done.stdout.data() == b"1234\n"
     done = await run(link, "sh", "-c", "id -g", user="daemon:games")
     assert done.stdout.data() == b"60\n"
+
+
+async def test_a_wrong_user_or_directory_is_named_with_a_fix(box: Box, link: Link, state_dir: Path) -> None:
+    """Field, value and fix; the value is the sandbox's own where the order leaves it out. A user is looked up, so no errno is told."""
+    with pytest.raises(NotFound) as caught:
+        await run(link, "id", user="nosuch")
+    assert (caught.value.field, caught.value.value, caught.value.message) == ("user", "nosuch", "no such user")
+    assert "number" in caught.value.fix
+    own = Link(box.path, generation=1, expect_pid=lambda: box.pid, sandbox_id="t-box", defaults={"cwd": "/from-the-spec", "user": "x"})
+    error = own._error(wire.Error(wire.Code.INVALID, errno.ENOTDIR, "cwd", "cannot enter the directory"), {"cwd": ""})
+    assert (error.value, error.message) == ("/from-the-spec", "cannot enter the directory: Not a directory")
+    assert error.fix
+    with pytest.raises(NotFound) as caught:
+        await run(link, "true", cwd=str(state_dir / "none"))
+    assert (caught.value.field, caught.value.value) == ("cwd", str(state_dir / "none"))
 
 
 async def test_the_operations_own_path_is_searched(link: Link, state_dir: Path) -> None:

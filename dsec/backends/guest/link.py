@@ -13,7 +13,7 @@ import os
 import shlex
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import suppress
 from typing import TypeVar, cast
 from weakref import WeakKeyDictionary
@@ -45,6 +45,7 @@ FILE_REQUESTS = 6  # at one time; the guest has eight workers
 REPEATABLE_VERBS = frozenset({"read", "write", "stat", "list", "chmod", "chown", "touch"})
 UNCLAIMED = 64  # results that came before anybody waited for them
 
+_FIXES = {"user": "name a user of the image, or a number", "cwd": "name a directory that is there and that the user may enter"}
 _BY_CODE: dict[int, type[DsecError]] = {
     wire.Code.INVALID: InvalidRequest,
     wire.Code.NOT_FOUND: NotFound,
@@ -188,9 +189,11 @@ class Link:
         sandbox_id: str = "",
         request_timeout: float = 30.0,
         oom_kills: Callable[[], int] | None = None,
+        defaults: Mapping[str, str] | None = None,
         memory: int = 0,
     ) -> None:
         self.path = path
+        self._defaults = defaults or {}  # what the guest takes for a field that an order leaves out: an error about it names the value
         self.generation = generation
         self.expect_pid = expect_pid
         self.idle_seconds = idle_seconds
@@ -542,11 +545,13 @@ class Link:
         cls = _BY_CODE.get(error.code, SandboxError)
         message = error.message[:400]
         reason = errno.errorcode.get(error.errno, "")
-        if error.errno and os.strerror(error.errno).lower() not in message.lower():
-            message = f"{message}: {os.strerror(error.errno)}"
+        detail = os.strerror(error.errno) if error.errno and error.field != "user" else ""  # a user is looked up, not opened
+        if detail.lower() not in message.lower():
+            message = f"{message}: {detail}"
         if error.code == wire.Code.STALE:
             reason = "stale_generation"
-        return cls(message, field=error.field, value=values.get(error.field, ""), sandbox=self.sandbox_id, reason=reason)
+        value = values.get(error.field, "") or self._defaults.get(error.field, "")
+        return cls(message, field=error.field, value=value, fix=_FIXES.get(error.field, ""), sandbox=self.sandbox_id, reason=reason)
 
     def _lost(self) -> Unavailable:
         return Unavailable("the connection to the guest broke", sandbox=self.sandbox_id)
