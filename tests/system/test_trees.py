@@ -19,6 +19,7 @@ import pytest_asyncio
 
 import libdsec
 from dsec.actors.up import Cluster
+from dsec.model import FileReply, FileRequest
 from libdsec import Client, Denied, InvalidRequest, NotFound, Sandbox, SandboxError
 from tests.system.small_cluster import ROOMY, client, cluster, sandbox
 from tests.unit.test_tar import END, HOSTILE
@@ -243,6 +244,33 @@ async def test_owners_are_kept_only_when_asked(sandbox: Sandbox, tmp_path: Path)
     await sandbox.files.download("/tmp/kept", tmp_path / "kept", owners=True)
     assert (tmp_path / "kept/su").stat().st_uid == 1234
     assert (tmp_path / "kept/su").stat().st_mode & 0o7777 == 0o4755
+
+
+async def test_file_capabilities_go_with_owners(sandbox: Sandbox, tmp_path: Path) -> None:
+    """security.capability is packed, and set again only where owners are kept."""
+    raw = "0100000200200000000000000000000000000000"  # version 2, effective, CAP_NET_RAW
+    code = f"import os; open('/d/f', 'w'); os.setxattr('/d/f', 'security.capability', bytes.fromhex('{raw}'))"
+    await sandbox.exec(["mkdir", "/d"], check=True)
+    await sandbox.exec(["python3", "-c", code], check=True)
+    tar = b"".join([piece async for piece in sandbox.files.download_tar("/d")])
+    assert b"SCHILY.xattr.security.capability" in tar
+    look = "import os, sys; print(*os.listxattr(sys.argv[1]))"
+    for owners, names in ((True, b"security.capability\n"), (False, b"\n")):
+        done = await sandbox.files.upload_tar(pieces(tar), f"/to-{owners}", owners=owners)
+        assert (await sandbox.exec(["python3", "-c", look, f"/to-{owners}/d/f"])).stdout == names
+        assert bool(done.notes) is not owners
+
+
+async def test_c41_one_limit_and_typed_errors(sandbox: Sandbox) -> None:
+    """What the client sends is cut into pieces that every server takes; a piece beyond the limit is refused by name, not cut short."""
+    data = os.urandom(3_000_001)
+    await sandbox.files.write("/f", data)
+    assert await sandbox.files.read("/f") == data
+    request = FileRequest(verb="write", path="/f", data=bytes(256 * 1024 + 1))
+    with pytest.raises(InvalidRequest) as caught:
+        await sandbox._request("files", request, FileReply)
+    assert caught.value.field == "data"
+    assert await sandbox.files.read("/f") == data
 
 
 async def test_what_a_user_may_not_do_is_named(sandbox: Sandbox, tmp_path: Path) -> None:
