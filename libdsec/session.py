@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Literal, Self
 import msgspec
 
 from dsec.bus.messages import ExecReply, ExecRequest
-from dsec.errors import Conflict, DeadlineExceeded, DsecError, InvalidRequest, NotFound, SandboxError
+from dsec.errors import Busy, Conflict, DeadlineExceeded, DsecError, InvalidRequest, NotFound, SandboxError
 from dsec.model import ExecSpec, OpStatus
 from libdsec.process import Process
 from libdsec.results import ExecResult
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from libdsec.sandbox import Sandbox
 
 SCRIPT_LIMIT = 256 * 1024  # bytes of one command
+ENDING = 2.0  # seconds in which a command that was killed is gone
 RECORD = 1 << 20  # bytes of each stream that the sandbox keeps of a whole session
 SHELLS: dict[str, tuple[str, ...]] = {"bash": ("bash", "--norc", "--noprofile"), "sh": ("/bin/sh",)}
 # SIGINT gives up the running command, however deep it is in loops and functions, and not the shell. A trap cannot do that by
@@ -121,9 +122,12 @@ class Session:
             op, spec = self._run_spec(cmd, timeout)
             self._current = op
             try:
-                status = await self._sandbox._run(op, spec)
+                status = await self._when_free(op, spec)
             except asyncio.CancelledError:
                 await self._sandbox._kill_quietly(op)
+                with contextlib.suppress(DsecError, TimeoutError):
+                    async with asyncio.timeout(ENDING):  # the next run is not to find this one in its way
+                        await self._sandbox._run(op, None)
                 raise
             except (Conflict, NotFound) as error:
                 raise await self._ended(error) from error
@@ -131,6 +135,17 @@ class Session:
                 self._current = ""
         result = ExecResult.of(status)
         return result.check(cmd) if check else result
+
+    async def _when_free(self, op: str, spec: ExecSpec) -> OpStatus:
+        """A command that was killed a moment ago (a block that was left) may still be ending: wait a little for it."""
+        until = asyncio.get_running_loop().time() + ENDING
+        while True:
+            try:
+                return await self._sandbox._run(op, spec)
+            except Busy as error:
+                if error.field != "session" or asyncio.get_running_loop().time() > until:
+                    raise
+            await asyncio.sleep(0.02)
 
     def start(self, cmd: str, *, timeout: float | None = 0) -> Process:
         """As `run`, with its output followed while it runs: ``async with shell.start(cmd) as process``."""

@@ -82,6 +82,9 @@ async def test_session_keeps_its_shell(sandbox: Sandbox) -> None:
         await asyncio.sleep(0.2)
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
+        async with shell.start("echo b; sleep 63") as process:
+            assert await anext(process.stdout) == b"b\n"
+        assert (await shell.run("echo c")).stdout == b"c\n"
         async with shell.start("echo a; sleep 0.1; pwd") as process:
             assert [line async for line in process.lines()] == ["a", "/tmp"]
         assert (await sandbox.exec("ps ax | grep -c '[s]leep 63'")).stdout == b"0\n"
