@@ -41,22 +41,29 @@ def shown(data: bytes) -> Any:
 @click.argument("subject")
 @click.argument("payload", default="")
 @click.option("--timeout", default=5.0, show_default=True, help="Seconds to wait.")
-@click.option("-n", "--replies", default=1, show_default=True, help="How many answers to wait for.")
+@click.option("-n", "--replies", default=1, show_default=True, help="How many answers to wait for; 0 = all within --timeout.")
 @common
 def req(settings: Settings, subject: str, payload: str, timeout: float, replies: int) -> None:
     """Send a request (JSON as PAYLOAD) and print the answers, one JSON object a line."""
 
+    if {"*", ">"} & set(subject.split(".")):
+        raise click.UsageError(f"{subject!r} holds a wildcard: a request goes to one subject (`dsec bus sub` takes them)")
+
     async def work() -> None:
         bus = await connect(settings)
         got: asyncio.Queue[Any] = asyncio.Queue()
+        seen = 0
         try:
             inbox = bus.new_inbox()
             await bus.subscribe_raw(inbox, got.put_nowait)
             bus.transport.post(subject, payload.encode(), reply=inbox)
             async with asyncio.timeout(timeout):
-                for _ in range(replies):
+                while not replies or seen < replies:
                     show_answer(subject, await got.get())
+                    seen += 1
         except TimeoutError:
+            if seen and not replies:
+                return
             from dsec.errors import DeadlineExceeded
 
             raise DeadlineExceeded(f"no answer within {timeout:g} s", field="subject", value=subject) from None

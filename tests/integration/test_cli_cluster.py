@@ -159,6 +159,10 @@ def test_nodes_and_the_bus(dsec: Cli) -> None:
     seen = json.loads(dsec("bus", "sub", "dsec.v1.main.hb.*", "-n", "1").stdout)
     assert seen["payload"]["edge"] == answer["edge"]
     assert dsec("bus", "req", "nobody.there", "{}").returncode == 4
+    every = dsec("bus", "req", "$SRV.PING", "--replies", "0", "--timeout", "0.5")
+    assert every.returncode == 0
+    assert {"dsec-scheduler", "dsec-watcher", "dsec-edge"} <= {json.loads(line)["name"] for line in every.stdout.splitlines()}
+    assert dsec("bus", "req", "dsec.v1.*.x", "{}").returncode == 2
 
 
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
