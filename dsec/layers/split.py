@@ -26,19 +26,19 @@ async def split(store: LayerStore, name: str, progress: Progress = silent) -> La
     info = await store.info(name)
     if info.stored == "split":
         return LayerRef(name=name, digest=info.digest)
-    async with _tree(store, info.digest) as tree, store.staging() as stage:
+    async with tree(store, info.digest) as files, store.staging() as stage:
         progress(f"splitting {name}")
-        found = await tools.in_thread(erofs.survey, str(tree))
+        found = await tools.in_thread(erofs.survey, str(files))
         image, blob = stage / "image", stage / "blob"
         blob.touch()
-        await erofs.build(str(tree), str(image), found, blob=str(blob), progress=progress)
+        await erofs.build(str(files), str(image), found, blob=str(blob), progress=progress)
         known = await tools.in_thread(lambda: manifest.encode(manifest.survey(image, blob)))
         record = msgspec.structs.replace(info, stored="split", names=())
         return await store.put_split(image, blob, known, "", record)
 
 
 @contextlib.asynccontextmanager
-async def _tree(store: LayerStore, digest: str) -> AsyncIterator[Path]:
+async def tree(store: LayerStore, digest: str) -> AsyncIterator[Path]:
     """The layer's files at a path."""
     plan = await store.mount_plan(digest)
     if plan.kind == "dir":

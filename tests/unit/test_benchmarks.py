@@ -22,6 +22,12 @@ KEYS = {
     "forward": {"rtt_ms_p50", "rtt_ms_p99", "connect_ms_p50", "mib_s_up", "mib_s_down"},
     "placement": {"n", "edges", "distinct_specs", "seconds", "per_s"},
     "idle": {"edge_rss_mib", "mib_per_sandbox"},
+    "ondemand": {
+        *("workload", "image_mb", "fetched_mb", "fetched_share", "plain_python_share", "ready_ms", "done_s"),
+        *("prefetched_done_s", "cached_s", "full_pull_s", "targz_s", "docker_pull_s"),
+    },
+    "compose": {"mounts", "p50_us"},
+    "tar_vs_erofs": {"rows"},
     "packdiff": {"files", "mb", "seconds", "frozen_s", "tar_s", "speedup", "layer_mb"},
 }
 
