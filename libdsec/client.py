@@ -67,6 +67,8 @@ def connect(
 
     Raises (when it is entered): `Unavailable`, `Denied`, `Unsupported`; `InvalidRequest` at once.
     """
+    if url is not None and not isinstance(url, str):
+        raise wrong(f"must be a string, not {type(url).__name__}", "url", repr(url), "use nats://host:4222")
     chosen = url or os.environ.get(URL_VARIABLE) or DEFAULT_URL
     path = check_project(project or os.environ.get(PROJECT_VARIABLE) or "default")
     for field, token_text in (("principal", principal), ("unit", unit)):

@@ -77,7 +77,7 @@ class Files:
         An existing file keeps its owner and, unless ``mode`` is given, its mode; a link is written through; missing directories are
         made. A new file gets 0644.
         """
-        raw = memoryview(data.encode() if isinstance(data, str) else data).cast("B")
+        raw = _content(data)
 
         async def pieces() -> AsyncIterator[bytes]:
             for at in range(0, len(raw), PIECE):
@@ -394,7 +394,16 @@ class Files:
         return done
 
 
+def _content(data: bytes | bytearray | memoryview | str) -> memoryview:
+    if not isinstance(data, bytes | bytearray | memoryview | str):
+        fix = "give text or bytes; json.dumps(…) for objects, upload() for a local file"
+        raise InvalidRequest(f"must be text or bytes, not {type(data).__name__}", field="data", fix=fix)
+    return memoryview(data.encode() if isinstance(data, str) else data).cast("B")
+
+
 def _path(path: str | os.PathLike[str]) -> str:
+    if not isinstance(path, str | os.PathLike):
+        raise InvalidRequest(f"must be a path, not {type(path).__name__}", field="path", value=repr(path), fix="give a string or a Path")
     checked = text(os.fspath(path), "path")
     return checked if checked.startswith("/") else f"/{checked}"
 

@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from dsec.commands.common import Settings, common, emit, run
+from dsec.commands.layer_common import stored
 from dsec.commands.run import make_spec, spec_options
 
 
@@ -113,12 +114,12 @@ def doctor_command(settings: Settings) -> int:
 @click.argument("target", metavar="ID|IMAGE")
 @spec_options
 @click.option("--plan", is_flag=True, help="Print the launch plan of a sandbox of IMAGE with these options; nothing is made.")
-@click.option("--config", default=None, metavar="FILE", help="Configuration file. [env: DSEC_CONFIG]")
+@stored
 @common
-def inspect_command(settings: Settings, target: str, plan: bool, config: str | None, **given: Any) -> None:
+def inspect_command(settings: Settings, target: str, plan: bool, config: str | None, store: str | None, **given: Any) -> None:
     """All about the sandbox ID, as JSON; with --plan what a sandbox of IMAGE would be on this node."""
     if plan:
-        emit(needs_node(lambda: run(plan_of(target, given, config))))
+        emit(needs_node(lambda: run(plan_of(target, given, config, store))))
         return
 
     async def work() -> Any:
@@ -132,7 +133,7 @@ def inspect_command(settings: Settings, target: str, plan: bool, config: str | N
     emit(run(work()))
 
 
-async def plan_of(image: str, given: dict[str, Any], config: str | None) -> Any:
+async def plan_of(image: str, given: dict[str, Any], config: str | None, directory: str | None = None) -> Any:
     """The LaunchPlan that this node would hand to its backend."""
     from dsec.backends.plan import Node, make_plan
     from dsec.config import load
@@ -148,7 +149,7 @@ async def plan_of(image: str, given: dict[str, Any], config: str | None) -> Any:
         refs: tuple[LayerRef, ...] = tuple(LayerRef(name=name, digest="sha256:" + "0" * 64) for _, _, name in stack.names(spec))
         configs = []
     else:
-        store = LayerStore(loaded.layers.store_dir or os.path.join(loaded.edge.state_dir, "layers"))
+        store = LayerStore(directory or loaded.layers.store_dir or os.path.join(loaded.edge.state_dir, "layers"))
         refs = stack.build(spec, store.lookup).lowers
         configs = [await store.config(ref.digest) for ref in refs]
     return make_plan(spec, id=SandboxId(edge, new_ulid()), slot=0, refs=refs, node=node, layer_configs=configs)

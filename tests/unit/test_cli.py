@@ -158,6 +158,22 @@ def test_a_burst_counts_what_failed_alike_as_one(capsys: pytest.CaptureFixture[s
     assert [line.split()[:2] for line in capsys.readouterr().out.splitlines()][1] == ["3", "error"]
 
 
+def test_a_plan_is_made_of_the_store_that_is_named(tmp_path: Path) -> None:
+    """`dsec inspect --plan --store` looks there, as `dsec layer --store` does: a cluster's own state directory is looked into."""
+    from dsec.layers.store import LayerStore
+
+    (tmp_path / "src").mkdir()
+    (tmp_path / "src" / "f").write_text("x")
+    made = dsec("layer", "import", str(tmp_path / "src"), "--name", "mine", "--store", str(tmp_path / "layers"))
+    if made.returncode and os.geteuid() != 0:
+        pytest.skip("layers are made by root")
+    assert made.returncode == 0, made.stderr
+    assert LayerStore(tmp_path / "layers").lookup("mine")
+    done = dsec("inspect", "--plan", "mine", "--store", str(tmp_path / "layers"))
+    assert json.loads(done.stdout)["lowers"][0]["name"] == "mine", done.stderr
+    assert dsec("inspect", "--plan", "mine", "--store", str(tmp_path / "none")).returncode == 3
+
+
 async def test_json_changes_the_form_and_not_the_time_limit(capsys: pytest.CaptureFixture[str]) -> None:
     """`dsec run --json` has no limit unless one is given, as without --json."""
     limits: list[object] = []

@@ -15,6 +15,7 @@ from dsec.bus import codec
 from dsec.bus.messages import BurstNews, Failed, Placed, ReadyItem
 from dsec.errors import Busy, DeadlineExceeded, InvalidRequest, NodeError, NotFound
 from dsec.model import Captured, OpStatus, SandboxId
+from libdsec import files
 from libdsec.burst import summary
 from libdsec.plan import Ledger, expand, slices
 from libdsec.results import ExecResult
@@ -265,10 +266,14 @@ def test_the_names_behind_other_names_are_options() -> None:
         (lambda: spec("x", toolkits=7), "toolkits"),  # type: ignore[arg-type]
         (lambda: argv(None), "cmd"),  # type: ignore[arg-type]
         (lambda: argv(3), "cmd"),  # type: ignore[arg-type]
+        (lambda: files._content(None), "data"),  # type: ignore[arg-type]
+        (lambda: files._content({}), "data"),  # type: ignore[arg-type]
+        (lambda: files._path(None), "path"),  # type: ignore[arg-type]
+        (lambda: libdsec.connect(3), "url"),  # type: ignore[arg-type]
     ],
 )
-def test_what_is_no_list_is_refused_by_field(work: Callable[[], object], field: str) -> None:
-    """A bool or None where a text or a list belongs is a typed error with a fix, never Python's own."""
+def test_what_is_of_another_type_is_refused_by_field(work: Callable[[], object], field: str) -> None:
+    """A bool, None or number where a text, bytes or a list belongs is a typed error with a fix, never Python's own."""
     with pytest.raises(InvalidRequest) as caught:
         work()
     assert caught.value.field == field
