@@ -137,6 +137,16 @@ class LayerRef(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     digest: str
 
 
+class ImageConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What an image says about how its files want to be run: ENV, WORKDIR, USER, ENTRYPOINT and CMD."""
+
+    env: dict[str, str] = {}
+    workdir: str = ""
+    user: str = ""
+    entrypoint: tuple[str, ...] = ()
+    cmd: tuple[str, ...] = ()
+
+
 class PackedLayer(LayerRef, frozen=True, kw_only=True, omit_defaults=True):
     """A layer that `pack_diff` made. It means what it should above ``parents`` (digests, topmost first: the layers of its sandbox)."""
 

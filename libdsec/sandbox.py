@@ -26,7 +26,7 @@ from dsec.bus.messages import (
     StopRequest,
 )
 from dsec.errors import Busy, DeadlineExceeded, DsecError, InvalidRequest, NotFound, SandboxGone, Unavailable
-from dsec.model import ExecSpec, Exit, LayerRef, OpStatus, PackedLayer, SandboxId, SandboxInfo, State
+from dsec.model import ExecSpec, Exit, ImageConfig, LayerRef, OpStatus, PackedLayer, SandboxId, SandboxInfo, State
 from libdsec.files import Files
 from libdsec.results import ExecResult
 from libdsec.session import Session, shell_specs
@@ -234,6 +234,7 @@ class Sandbox:
         scrub: Iterable[str] = (),
         max_entries: int = 1_000_000,
         max_bytes: int | str = "16GiB",
+        image: ImageConfig | None = None,
         timeout: float = 600.0,
     ) -> PackedLayer:
         """Make a layer of all that this sandbox changed: ``client.sandbox(image, workspace=[layer])`` starts from it at once.
@@ -245,6 +246,7 @@ class Sandbox:
             name: of the layer; default ``packed/<the sandbox's ulid>``. An existing name is moved, the older layer keeps its digest.
             scrub: globs of what is left out besides /tmp, /var/tmp, /run and apt's caches: ``/home/user/.cache``, ``*.pyc``, ``/a/**/b``.
             max_entries, max_bytes: more than these are refused.
+            image: make it an image of its own, with this configuration: ``client.sandbox(layer)`` then has all the layers below as well.
             timeout: seconds.
 
         Raises:
@@ -258,10 +260,11 @@ class Sandbox:
             scrub=globs,
             max_entries=whole(max_entries, "max_entries", 1, 100_000_000),
             max_bytes=size(max_bytes, "max_bytes"),
+            image=image,
         )
         limit = milliseconds(timeout, "timeout") / 1000
         # Repeated under the same op: an Edge that died took the first request along.
-        return (await self._request("pack_diff", request, PackReply, timeout=limit, each=10.0)).layer
+        return (await self._request("pack_diff", request, PackReply, timeout=limit, each=5.0)).layer
 
     async def pause(self) -> None:
         """Freeze it; it then holds no reservation. Idempotent. The next request resumes it."""

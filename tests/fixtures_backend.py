@@ -40,6 +40,7 @@ PROGRAMS = (
         "mv",
         "cp",
         "chmod",
+        "chown",
     ),
     *(
         "mount",

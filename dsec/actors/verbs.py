@@ -275,7 +275,9 @@ class Verbs:
         return Empty()
 
     async def pack_diff(self, context: Context, request: PackRequest) -> PackReply:
-        order = PackOrder(name=request.name, scrub=request.scrub, max_entries=request.max_entries, max_bytes=request.max_bytes)
+        order = PackOrder(
+            name=request.name, scrub=request.scrub, max_entries=request.max_entries, max_bytes=request.max_bytes, image=request.image
+        )
         return PackReply(layer=await self._live(context).pack_diff(request.op, order, context.deadline))
 
     async def stop(self, context: Context, request: StopRequest) -> Empty:

@@ -16,7 +16,7 @@ from typing import Protocol, runtime_checkable
 import msgspec
 
 from dsec.errors import NodeError
-from dsec.model import ExecSpec, Exit, FileReply, FileRequest, LayerRef, OpStatus, PackedLayer, Qos, Resources, Usage
+from dsec.model import ExecSpec, Exit, FileReply, FileRequest, ImageConfig, LayerRef, OpStatus, PackedLayer, Qos, Resources, Usage
 from dsec.security.network import Wiring
 
 
@@ -97,6 +97,7 @@ class PackOrder(msgspec.Struct, frozen=True, kw_only=True):
     scrub: tuple[str, ...] = ()
     max_entries: int = 1_000_000
     max_bytes: int = 16 << 30
+    image: ImageConfig | None = None  # make it an image of its own: it brings the layers below along
 
 
 class Chunk(msgspec.Struct, frozen=True):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import os
 import threading
 import time
@@ -16,11 +17,13 @@ from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from dsec.backends.base import Broken, PackOrder, Undone
+import msgspec
+
+from dsec.backends.base import Broken, LaunchPlan, PackOrder, Undone
 from dsec.errors import DsecError, SandboxGone
 from dsec.layers import diff, tools
 from dsec.layers.index import check_name
-from dsec.layers.store import LayerInfo
+from dsec.layers.store import LayerConfig, LayerInfo
 from dsec.model import LayerRef, PackedLayer
 
 if TYPE_CHECKING:
@@ -58,15 +61,18 @@ async def pack_upper(
             image = stage / "image"
             begun = time.perf_counter()
             async with _standing_still(instance.id, paused, freeze):
-                drawn = await _draw(upper, str(image), scrub, limits, ids)
+                drawn = await _draw(upper, str(image), scrub, limits, ids, _mark(order, plan))
             frozen_ms = 0.0 if paused else (time.perf_counter() - begun) * 1e3
         finally:
             os.close(upper)
         if instance.has_ended:
             raise SandboxGone("has ended while it was packed", sandbox=plan.id)
         parents = tuple(layer.digest for layer in plan.lowers)
+        own = LayerConfig(**msgspec.to_builtins(order.image)) if order.image is not None else LayerConfig()
         source = f"pack_diff of {plan.id} on {', '.join(layer.name for layer in plan.lowers)}"
-        meta = LayerInfo(digest="", stored="erofs", size=0, source=source, at="/", parents=parents)
+        meta = LayerInfo(digest="", stored="erofs", size=0, source=source, at="/", parents=parents, config=own)
+        if order.image is not None:
+            meta = msgspec.structs.replace(meta, stack=parents)
         ref = await shelf.put_image(image, order.name, meta)
     return PackedLayer(
         name=ref.name,
@@ -109,10 +115,18 @@ async def _to_the_end(work: Awaitable[None]) -> None:
         raise asyncio.CancelledError
 
 
-async def _draw(upper: int, image: str, scrub: Callable[[str], bool], limits: diff.Limits, ids: tuple[int, int]) -> diff.Drawn:
+def _mark(order: PackOrder, plan: LaunchPlan) -> bytes:
+    """What makes an image's own layer a content of its own, so that two images that change the same files have a record each."""
+    if order.image is None:
+        return b""
+    below = [layer.digest for layer in plan.lowers]
+    return hashlib.sha256(msgspec.json.encode([below, order.image], order="deterministic")).hexdigest().encode()
+
+
+async def _draw(upper: int, image: str, scrub: Callable[[str], bool], limits: diff.Limits, ids: tuple[int, int], mark: bytes) -> diff.Drawn:
     """In a thread that is told to stop, and waited for, when we are cancelled."""
     stop = threading.Event()
-    work = asyncio.ensure_future(tools.in_thread(diff.draw, upper, image, scrub=scrub, limits=limits, ids=ids, stop=stop))
+    work = asyncio.ensure_future(tools.in_thread(diff.draw, upper, image, scrub=scrub, limits=limits, ids=ids, stop=stop, mark=mark))
     try:
         return await asyncio.shield(work)
     except asyncio.CancelledError:

@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from dsec.errors import ErrorBody
-from dsec.model import ExecSpec, LayerRef, OpStatus, PackedLayer, SandboxInfo, SandboxSpec, State
+from dsec.model import ExecSpec, ImageConfig, LayerRef, OpStatus, PackedLayer, SandboxInfo, SandboxSpec, State
 
 Index = Annotated[int, Meta(ge=0, lt=1 << 31)]  # of a sandbox in its burst
 Offset = Annotated[int, Meta(ge=0, le=1 << 62)]  # bytes
@@ -260,6 +260,7 @@ class PackRequest(Message, frozen=True, kw_only=True):
     scrub: tuple[str, ...] = ()
     max_entries: int = 1_000_000
     max_bytes: int = 16 << 30
+    image: ImageConfig | None = None  # an image of its own: with the layers below it, and this configuration
 
 
 class PackReply(Message, frozen=True, kw_only=True):

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from dsec.commands import layer_look, layer_pull, layer_remote
+from dsec.commands import layer_build, layer_look, layer_pull, layer_remote
 from dsec.commands.common import Settings, age, common, emit, pairs, run, size_text, table
 from dsec.commands.layer_common import open_store, show_ref, stored, told
 
@@ -19,7 +19,7 @@ def layer_command() -> None:
     """Layers of this node's store: what sandboxes are composed of."""
 
 
-for _command in (layer_pull.pull, layer_look.pack, layer_look.tree, layer_look.diff, layer_look.lineage):
+for _command in (layer_build.build, layer_pull.pull, layer_look.pack, layer_look.tree, layer_look.diff, layer_look.lineage):
     layer_command.add_command(_command)
 for _command in (layer_remote.push, layer_remote.fetch, layer_remote.ahead, layer_remote.remote_group):
     layer_command.add_command(_command)

@@ -13,7 +13,8 @@ import re
 import stat
 import struct
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import MappingProxyType
 
 import msgspec
 
@@ -160,9 +161,9 @@ class _Scan:
             node.size = len(node.tail)
         return node
 
-    def node(self, status: os.stat_result, subject: int | str, where: str) -> Node:
+    def node(self, status: os.stat_result, subject: int | str, where: str, more: Mapping[str, bytes] = MappingProxyType({})) -> Node:
         """``subject``: a descriptor, or a path whose last name is not followed, to read the attributes of."""
-        found: dict[str, bytes] = {}
+        found: dict[str, bytes] = dict(more)
         follow = isinstance(subject, int)
         for key in os.listxattr(subject, follow_symlinks=follow):
             if key.startswith(_OVERLAY):
@@ -170,7 +171,7 @@ class _Scan:
                     raise NodeError("the overlay holds a file without its data (metacopy)", value=where, retryable=False)
                 if key[len(_OVERLAY) :] not in _KEPT:
                     continue
-            elif key not in _ACL and not key.startswith(("user.", "trusted.", "security.")):
+            elif key in found or (key not in _ACL and not key.startswith(("user.", "trusted.", "security."))):
                 continue
             value = os.getxattr(subject, key, follow_symlinks=follow)
             if key == _CAPABILITY:
@@ -199,10 +200,12 @@ def draw(
     limits: Limits,
     ids: tuple[int, int] = (0, 0),
     stop: threading.Event | None = None,
+    mark: bytes = b"",
 ) -> Drawn:
     """Write the upper that ``upper`` (a directory's descriptor, O_PATH will do) holds as a new EROFS image.
 
     ``ids`` = (base, count) of the sandbox's user namespace, (0, 0) for none. ``stop``, once set, ends it with `NodeError`.
+    ``mark`` becomes an attribute of the root that no sandbox sees (trusted.dsec.image), for contents that must differ.
     Raises `InvalidRequest` for limits and for entries that no layer may hold, `NodeError`; the image of a failure is removed.
     """
     stop = stop or threading.Event()
@@ -213,7 +216,9 @@ def draw(
             scan = _Scan(writer, scrub, limits, *ids, stop)
             top = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=upper)
             try:
-                root = scan.node(os.fstat(top), top, "/")
+                root = scan.node(os.fstat(top), top, "/", {"trusted.dsec.image": mark} if mark else {})
+                if mark:  # the same image built again is the same: when its last sandbox began says nothing
+                    root.mtime_ns = 0
                 scan.directory(top, "", root)
             finally:
                 os.close(top)
