@@ -29,7 +29,12 @@ def label_text(labels: dict[str, str]) -> str:
 @click.option("-q", "--quiet", is_flag=True, help="Ids only.")
 @common
 def ls_command(settings: Settings, stopped: bool, stuck: bool, label: tuple[str, ...], state: tuple[str, ...], quiet: bool) -> None:
-    """List the sandboxes of the project, oldest first."""
+    """List the sandboxes of the project, oldest first.
+
+    \b
+    dsec ls -l job=j1 --state running
+    dsec stop $(dsec ls -q -l job=j1)
+    """
 
     async def work() -> list[SandboxInfo]:
         async with settings.connect() as client:
@@ -151,7 +156,12 @@ KINDS = ("created", "running", "paused", "resumed", "packed", "stopped", "node_u
 def events_command(
     settings: Settings, follow: bool, since: str | None, label: tuple[str, ...], kind: tuple[str, ...], ids: tuple[str, ...]
 ) -> None:
-    """Events of the project; with --json one object a line."""
+    """Events of the project; with --json one object a line.
+
+    \b
+    dsec events -f --kind stopped
+    dsec events --since -10m --id ID
+    """
     for name in kind:
         if name not in KINDS:
             click.echo(f"dsec: --kind {name!r}: this version knows no such kind (it knows {', '.join(KINDS)})", err=True)

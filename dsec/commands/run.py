@@ -249,7 +249,11 @@ def run_command(
 @click.option("-n", "--count", default=1, show_default=True, help="How many.")
 @common
 def create_command(settings: Settings, image: str, ready_timeout: float, count: int, **given: Any) -> None:
-    """Make a sandbox that stays until it is stopped, and print its id."""
+    """Make a sandbox that stays until it is stopped, and print its id.
+
+    \b
+    id=$(dsec create debian-12 -m 1GiB --label job=j1)
+    """
 
     made_of = make_spec(image, given, on_client_loss="keep")
 
@@ -288,7 +292,11 @@ def burst_command(
     ready_timeout: float,
     **given: Any,
 ) -> int:
-    """Run COMMAND (`true` unless given) in COUNT sandboxes at once, each as soon as it is ready. Exit code 0 when all of them gave 0."""
+    """Run COMMAND (`true` unless given) in COUNT sandboxes at once, each as soon as it is ready. Exit code 0 when all of them gave 0.
+
+    \b
+    dsec burst debian-12 -n 64 --min-ready 60 -- sh -c 'echo $RANDOM'
+    """
     command = strip_dashes(command) or ("true",)
 
     made_of = make_spec(image, given)

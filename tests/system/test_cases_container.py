@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-import libdsec
 from dsec.actors.up import Cluster
 from dsec.backends.plan import CAPABILITIES
 from libdsec import Client, NotFound, Sandbox, SandboxGone
@@ -235,13 +234,18 @@ async def test_c24_c25_ends_are_final_and_told_apart(client: Client) -> None:  #
     assert (await killed.exec(["python3", "-c", HOG])).oom_killed  # that command's, not the sandbox's
     os.kill(init_of(killed), signal.SIGKILL)
     assert (await end_of(killed))[0] == "exited"
-    # As the kernel kills when nothing else is left to kill: counted in the group, and no operation tells it.
+    # A kill for memory that no command was told of, and the init is gone: then it was the sandbox's own end.
     memory = await client.create("small", **SMALL)
-    process = memory.start(["python3", "-c", HOG + "\nimport time; time.sleep(60)"], stdin=False)
-    async with process.detach():
-        with contextlib.suppress(libdsec.DsecError):
-            await process.wait(10)
-    await client.stop(ids=[memory.id])
+    await memory.exec(["sh", "-c", f'python3 -c "{HOG}" & sleep 0.1'], check=True)
+    for _ in range(100):
+        if (await memory.info()).usage.oom_kills:  # type: ignore[union-attr]
+            break
+        await asyncio.sleep(0.1)
+    os.kill(init_of(memory), signal.SIGKILL)
+    reason, detail = await end_of(memory)
+    assert reason == "oom"
+    assert detail.startswith("memory: its limit of ")
+    assert await client.list() == []  # nothing was started in its place
 
 
 async def test_c26_a_full_disk_is_ones_own(client: Client, sandbox: Sandbox) -> None:  # noqa: F811
