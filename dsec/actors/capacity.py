@@ -1,7 +1,8 @@
 """The admission ledger of an Edge: what is promised to sandboxes, never above a limit at any instant. Pure.
 
 Memory is the memory limit plus the bytes of a tmpfs upper (they are memory too). Few sandboxes use what they may, so limits are
-overcommitted as CPU shares are; what all of them really use is bounded by their common cgroup, so the node itself is never at stake. Processes are admitted by what is expected of them, slots by count; what is being started is capped apart.
+overcommitted as CPU shares are; what all of them really use is bounded by their common cgroup, so the node itself is never at stake.
+Processes are admitted by what is expected of them, slots by count; what is being started is capped apart.
 Each reservation has one owner (a ulid); reserving twice or releasing twice changes nothing.
 """
 
