@@ -16,7 +16,7 @@ import msgspec
 
 from dsec.actors.placement import Requirement, Unplaced
 from dsec.bus.messages import CreateItem, Failed, LaunchItem, Lease, Refusal
-from dsec.errors import Busy, DeadlineExceeded, DsecError, ErrorBody, InvalidRequest, Unavailable, Unsupported
+from dsec.errors import Busy, DeadlineExceeded, DsecError, ErrorBody, InvalidRequest, NodeError, Unavailable, Unsupported
 
 ITEM_BYTES = 24  # one LaunchItem as msgpack, at most
 ITEMS_AT_ONCE = 2_000  # in one message: were all refused, their errors must fit one answer
@@ -167,6 +167,8 @@ class Slice:
             if index in self.out:
                 self.out.discard(index)
                 self.why[index] = error.body()
+                if isinstance(error, NodeError):  # its own words, such as a full disk: more than that no node is left
+                    self.told.add(index)
                 self.waiting.append(CreateItem(spec=spec, first=index))
 
     def unplaced(self, rows: Sequence[Unplaced]) -> list[Failed]:

@@ -220,7 +220,7 @@ class Intake:
         edge = self.edge
         for _, ulid in known:
             if (stored := self._inserts.get(ulid)) is not None:
-                await stored
+                await asyncio.shield(stored)  # the repeat may be given up, what it waits for goes on
         if not known:
             return
         waiting = [ulid for _, ulid in known if ulid in edge.sandboxes and not edge.sandboxes[ulid].life.ready]

@@ -16,7 +16,7 @@ import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO, cast
 
 import msgspec
 import structlog
@@ -150,8 +150,37 @@ async def _leave(actor: Edge, fences: Fences) -> None:
 _KINDS: dict[str, Any] = {"scheduler": scheduler, "watcher": watcher, "edge": edge}
 
 
+class Lossy:
+    """A text file for a log: what cannot be written (a full disk, a pipe that nobody reads) is dropped and counted.
+
+    A line of a log must not end the task or the thread that says it.
+    """
+
+    def __init__(self, file: TextIO) -> None:
+        self._file = file
+        self.dropped = 0
+
+    def write(self, text: str) -> int:
+        try:
+            return self._file.write(text)
+        except (OSError, ValueError):
+            self.dropped += 1
+            return len(text)
+
+    def flush(self) -> None:
+        try:
+            self._file.flush()
+        except (OSError, ValueError):
+            self.dropped += 1
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+
 def setup_log(config: Config) -> None:
     """structlog to stderr: lines for people, or JSON."""
+    lossy = sys.stderr if isinstance(sys.stderr, Lossy) else Lossy(sys.stderr)
+    sys.stderr = cast(TextIO, lossy)
     levels = logging.getLevelNamesMapping()
     structlog.configure(
         processors=[
@@ -162,7 +191,7 @@ def setup_log(config: Config) -> None:
             structlog.processors.JSONRenderer() if config.log.json else structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty()),
         ],
         wrapper_class=structlog.make_filtering_bound_logger(levels[config.log.level.upper()]),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        logger_factory=structlog.PrintLoggerFactory(cast(TextIO, lossy)),
         cache_logger_on_first_use=True,
     )
 

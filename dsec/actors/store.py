@@ -172,6 +172,7 @@ class SqliteStore:
             _tell(loop, opened, error=error if ours else NodeError(f"cannot open the Edge's records: {error}", reason="store"))
             return
         _tell(loop, opened, records)
+        batch: list[_Job] = []
         try:
             while (job := self._jobs.get()) is not None:
                 batch = [job]
@@ -187,21 +188,23 @@ class SqliteStore:
                 if last:
                     break
         except BaseException as error:
-            self._give_up(loop, error)
+            self._give_up(loop, batch, error)
             raise
         finally:
             with contextlib.suppress(sqlite3.Error):
                 db.close()
             self._unlock()
 
-    def _give_up(self, loop: asyncio.AbstractEventLoop, error: BaseException) -> None:
+    def _give_up(self, loop: asyncio.AbstractEventLoop, jobs: list[_Job], error: BaseException) -> None:
         """The writer ends by a fault of its own: who waits is told, and so is who comes later."""
         self._broken = error
         with contextlib.suppress(queue.Empty):
             while True:
-                job = self._jobs.get_nowait()
-                if job is not None and job[2] is not None:
-                    _tell(loop, job[2], error=NodeError("the Edge's records cannot be written", reason="store", value=str(error)))
+                if (job := self._jobs.get_nowait()) is not None:
+                    jobs.append(job)
+        for _, _, future in jobs:
+            if future is not None:
+                _tell(loop, future, error=NodeError("the Edge's records cannot be written", reason="store", value=str(error)))
 
     def _commit(self, db: sqlite3.Connection, loop: asyncio.AbstractEventLoop, batch: list[_Job]) -> None:
         """One transaction for all; should it fail, each job alone, so that one bad row does not take the others with it."""

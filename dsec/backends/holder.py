@@ -440,7 +440,8 @@ class Holder(OnDemand):
                 if answer is not None:
                     self._send(edge, {"id": message["id"], "ok": answer})
         except (ValueError, KeyError, TypeError) as error:
-            sys.stderr.write(f"holder: dropped an Edge that does not speak the protocol: {error}\n")
+            with contextlib.suppress(OSError):  # a full disk takes no log, and must not take the holder
+                sys.stderr.write(f"holder: dropped an Edge that does not speak the protocol: {error}\n")
             self._drop(edge)
         finally:
             for fd in fds:

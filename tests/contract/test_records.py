@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import random
 import signal
@@ -13,11 +14,14 @@ import textwrap
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import TextIO, cast
 
 import msgspec
 import pytest
 import pytest_asyncio
+import structlog
 
+from dsec.actors import run
 from dsec.actors.store import MIGRATIONS, MemoryStore, Record, SqliteStore, Store
 from dsec.errors import Conflict, NodeError
 from dsec.model import Exit, ExitReason, SandboxSpec, State, new_ulid
@@ -98,6 +102,37 @@ async def test_what_sqlite_cannot_hold_ends_one_write_only(tmp_path: Path) -> No
     assert [type(result) for result in results] == [type(None), NodeError, type(None)]
     async with asyncio.timeout(5):
         await store.insert([record(4)])
+        await store.close()
+
+
+class Full:
+    """A file on a full disk."""
+
+    def write(self, _text: str) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    flush = isatty = write
+
+
+async def test_a_full_disk_ends_neither_the_writer_nor_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Writes fail with the reason while it is full, though the log cannot be written either, and succeed when there is room again."""
+    printer = structlog.PrintLogger(cast(TextIO, run.Lossy(cast(TextIO, Full()))))
+    lines = structlog.wrap_logger(printer, processors=[structlog.processors.KeyValueRenderer()])
+    monkeypatch.setattr("dsec.actors.store.log", lines)
+    store = SqliteStore(tmp_path)
+    await store.open()
+    await store.insert([record(1)])
+    with sqlite3.connect(tmp_path / "edge.db") as db:
+        db.execute("ALTER TABLE sandbox RENAME TO away")  # an operational error, as a full disk's
+    db.close()
+    async with asyncio.timeout(5):
+        for n in (2, 3):
+            with pytest.raises(NodeError, match="no such table"):
+                await store.insert([record(n)])
+        with sqlite3.connect(tmp_path / "edge.db") as db:
+            db.execute("ALTER TABLE away RENAME TO sandbox")
+        db.close()
+        await store.insert([record(2)])
         await store.close()
 
 
