@@ -345,6 +345,15 @@ async def test_many_small_files(sandbox: Sandbox, tmp_path: Path) -> None:
     assert done.returncode == 0
 
 
+async def test_the_whole_root(sandbox: Sandbox) -> None:
+    """What the kernel shows as files is left out, the directories stay, and it ends."""
+    async with asyncio.timeout(60):
+        archive = await whole(sandbox.files.download_tar("/", name="."))
+    names = {member.name for member in archive}
+    assert {"etc/passwd", "proc", "sys", "dev", "bin/sh"} <= names
+    assert not [name for name in names if name.startswith(("proc/", "sys/"))]
+
+
 async def test_a_single_file_with_holes(sandbox: Sandbox, tmp_path: Path) -> None:
     """A file of 20 GiB that is nearly all hole takes neither time nor room, up and down."""
     holes(tmp_path / "up", [1 << 20, 3 << 30], 20 << 30)

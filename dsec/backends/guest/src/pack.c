@@ -7,6 +7,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/stat.h>
+#include <sys/statfs.h>
 #include <sys/syscall.h>
 #include <sys/xattr.h>
 #include <unistd.h>
@@ -22,7 +23,7 @@ static uint8_t pax[MAX_PAX];
 static size_t pax_n;
 static bool pax_full;
 static char path[MAX_PATH * 2]; /* of the member that is being written */
-static bool left_out_noted, depth_noted;
+static bool left_out_noted, depth_noted, kernel_noted;
 static const uint8_t zeros[BLOCK];
 
 static void octal(uint8_t *p, size_t n, uint64_t v) {
@@ -199,6 +200,14 @@ static void regular(int fd, const struct stat *st) {
     pad(stored);
 }
 
+/* proc, sysfs, devpts and cgroups hold no files of the sandbox's, and reading them does not end. */
+static bool kernels_own(int fd) {
+    struct statfs fs;
+    if (fstatfs(fd, &fs)) return false;
+    unsigned long type = (unsigned long)fs.f_type & 0xffffffff;
+    return type == 0x9fa0 || type == 0x62656572 || type == 0x1cd1 || type == 0x27e0eb || type == 0x63677270;
+}
+
 static int member(int dir, const char *name, int depth);
 
 static int children(int fd, int depth) {
@@ -270,7 +279,10 @@ static int member(int dir, const char *name, int depth) {
         memcpy(path + n, "/", 2);
         header('5', &now, 0, "", false);
         path[dot ? 0 : n] = 0;
-        e = children(fd, depth);
+        if (depth && kernels_own(fd)) {
+            if (!kernel_noted) svc_note("proc, sys and the like were left out");
+            kernel_noted = true;
+        } else e = children(fd, depth);
         if (dot) memcpy(path, ".", 2);
     }
     close(fd);
