@@ -108,10 +108,10 @@ async def test_what_sqlite_cannot_hold_ends_one_write_only(tmp_path: Path) -> No
 class Full:
     """A file on a full disk."""
 
-    def write(self, _text: str) -> int:
+    def write(self, _text: str = "") -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    flush = isatty = write
+    flush = write
 
 
 async def test_a_full_disk_ends_neither_the_writer_nor_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
