@@ -103,6 +103,8 @@ def size() -> tuple[int, int]:
 
 async def interact(process: Process) -> ExecResult:
     """Both ways until the command ends. Raises `Detached`. Our terminal must be raw, the process entered."""
+    from dsec.errors import DeadlineExceeded, DsecError, Unavailable
+
     loop = asyncio.get_running_loop()
     resized = asyncio.Event()
     loop.add_signal_handler(signal.SIGWINCH, resized.set)
@@ -115,14 +117,19 @@ async def interact(process: Process) -> ExecResult:
             resized.clear()
             if size() != told:
                 told = size()
-                await process.resize(*told)
+                with contextlib.suppress(Unavailable, DeadlineExceeded):  # told with the next attaching
+                    await process.resize(*told)
 
     async def type_in() -> None:
         escapes = Escapes()
         async for data in stdio.Blocks():
             data, asked = escapes.feed(data)
             if data:
-                await process.write(data)
+                try:
+                    await process.write(data)
+                except (Unavailable, DeadlineExceeded):  # an outage: what was typed is lost, the terminal is not
+                    sys.stderr.write("\a")
+                    sys.stderr.flush()
             if asked == HELP:
                 sys.stderr.write(HELP_TEXT)
                 sys.stderr.flush()
@@ -135,8 +142,6 @@ async def interact(process: Process) -> ExecResult:
         async for event in process:
             await asyncio.to_thread(stdio.write_all, 1, event.data)
         return await process.wait()
-
-    from dsec.errors import DsecError
 
     showing = asyncio.ensure_future(show())
     sides = [asyncio.ensure_future(follow_size()), asyncio.ensure_future(type_in())]

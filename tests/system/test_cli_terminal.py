@@ -171,6 +171,20 @@ async def test_run_it(person: type, client: Client) -> None:  # noqa: F811
     assert await client.list() == []
 
 
+async def test_the_terminal_lives_over_a_killed_bus(person: type, cluster: Cluster, sandbox: Sandbox) -> None:  # noqa: F811
+    """nats-server is killed with -9 and started: what is typed afterwards arrives, and what is written comes."""
+    me = person("shell", sandbox.id, "--", "sh")
+    me.type("echo a$((1+1))b\n")
+    await me.see("a2b")
+    cluster.nats.kill()
+    await asyncio.sleep(0.3)
+    await cluster.nats.start()
+    me.type("echo c$((1+2))d\n")
+    await me.see("c3d", 40)
+    me.type("exit 4\n")
+    assert await me.end() == 4
+
+
 async def test_without_a_terminal_it_says_so(cluster: Cluster, sandbox: Sandbox) -> None:  # noqa: F811
     """`dsec shell` with a pipe as its input is a usage error that names what to use."""
     command = [sys.executable, "-m", "dsec.cli", "--url", cluster.url, "shell", sandbox.id]
