@@ -41,7 +41,7 @@ MAX_MESSAGE = 128 * 1024
 MAX_FDS = 4
 PAGE = 500
 LISTEN_FD, STATUS_FD, FIRST_LOWER = 3, 4, 5
-MAX_LAYERS_A_LAUNCH = 64
+MAX_LAYERS_A_LAUNCH = 500  # overlayfs, OVL_MAX_STACK
 GUEST_LAYER = "guest"
 # Directories that exist everywhere and that nothing here needs: one of them is covered, in our own namespace only.
 ROOTS = ("/mnt", "/media", "/srv", "/opt", "/home")

@@ -27,7 +27,7 @@ MAX_ENV_BYTES = 1 << 20
 MAX_BYTES = 1 << 50
 MAX_INODES = 1 << 32
 MAX_ENV_STRING = 32 * 4096  # the kernel's MAX_ARG_STRLEN, NAME=VALUE and a NUL
-MAX_LOWERS = 60
+MAX_LOWERS = 490  # of the 500 that overlayfs stacks; the agent and the network have their own
 
 DEFAULT_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 

@@ -280,6 +280,21 @@ async def test_layers_can_be_looked_into(client: Client, cluster: Cluster) -> No
     assert "looked" in [name for layer in under for name in layer["names"]]
 
 
+async def test_a_sandbox_of_very_many_layers(client: Client, cluster: Cluster) -> None:
+    """Eighty layers and the base make one root: the topmost one's file counts, and each one's own files are there."""
+    store = LayerStore(cluster.layer_store)
+    names = []
+    with tempfile.TemporaryDirectory(prefix="dsec-t-") as folder:
+        for number in range(80):
+            (Path(folder) / f"own-{number}").write_text(str(number))
+            (Path(folder) / "which").write_text(str(number))
+            names.append((await import_dir(store, folder, f"many-{number}", at="/m")).name)
+            (Path(folder) / f"own-{number}").unlink()
+    spec = libdsec.spec("small", workspace=names[:40], toolkits=names[40:], **SMALL)
+    async with client.sandbox(spec) as sandbox:
+        assert (await sandbox.exec("cat /m/which; ls /m | wc -l; cat /m/own-0 /m/own-79")).stdout.text == "7981\n079"
+
+
 async def test_an_edge_killed_in_the_middle_of_a_pack(client: Client, cluster: Cluster) -> None:
     """The next Edge finds the sandbox frozen and lets it run on; the caller's repeated request packs it."""
     edge = next(iter(cluster.edges.values()))

@@ -53,7 +53,7 @@
 
 enum { CONFIG_FLAG = 0, CONFIG_STRING = 1, CONFIG_FD = 5, CONFIG_CREATE = 6 };
 enum { CLOEXEC_FS = 1, TREE_CLONE = 1, MOVE_FROM_EMPTY = 4, ATTR_RDONLY = 1, ATTR_NODEV = 4, ATTR_IDMAP = 0x100000 };
-enum { STATUS_FD = 4, UPPER_FD = 4, FIRST_LOWER = 5, MAX_LOWERS = 64, MAX_CGROUPS = 16 };
+enum { STATUS_FD = 4, UPPER_FD = 4, FIRST_LOWER = 5, MAX_LOWERS = 500, MAX_CGROUPS = 16 };
 
 struct attributes {
     uint64_t set, clear, propagation, userns;
