@@ -55,6 +55,13 @@ def spec_options(function: Callable[..., Any]) -> Callable[..., Any]:
         click.option("-m", "--memory", default="512MiB", show_default=True, help="Memory limit."),
         click.option("--cpus", default=1.0, show_default=True, help="Share of cores."),
         click.option("--disk", default="1GiB", show_default=True, help="Limit of what it writes."),
+        click.option(
+            "--disk-mode",
+            type=click.Choice(["auto", "tmpfs", "loop", "dir"]),
+            default="auto",
+            show_default=True,
+            help="What holds it: tmpfs shares the memory limit, loop is apart from it, dir has no limit.",
+        ),
         click.option("--pids-limit", "--pids", "pids", default=256, show_default=True, help="Processes at most."),
         click.option("--nofile", default=0, help="Open files of one process at most."),
         click.option("--fsize", default="0", help="Size of one file at most."),
@@ -88,6 +95,7 @@ def make_spec(image: str, given: dict[str, Any], **more: Any) -> SandboxSpec:
         memory=given["memory"],
         cpus=given["cpus"],
         disk=given["disk"],
+        disk_mode=given["disk_mode"],
         pids=given["pids"],
         nofile=given["nofile"],
         fsize=given["fsize"],
@@ -187,6 +195,17 @@ async def follow(
     return result.exit_code & 0xFF
 
 
+async def own_command(sandbox: Sandbox) -> tuple[str, ...]:
+    """What its image runs: ENTRYPOINT and CMD. Raises `InvalidRequest` where it says nothing; the sandbox is then ended."""
+    from dsec.errors import InvalidRequest
+
+    command = (await sandbox.info()).command
+    if not command:
+        await sandbox.stop()
+        raise InvalidRequest("the image names no command", field="command", fix="dsec run IMAGE -- COMMAND")
+    return command
+
+
 @click.command("run", cls=Runner, context_settings=COMMAND)
 @click.argument("image")
 @click.argument("command", nargs=-1, type=click.UNPROCESSED)
@@ -209,22 +228,21 @@ def run_command(
     ready_timeout: float,
     **given: Any,
 ) -> int:
-    """Run COMMAND in a new sandbox made from IMAGE (a layer's name). The exit code is the command's.
+    """Run COMMAND (else what the image runs by itself) in a new sandbox made from IMAGE, a layer's name. The exit code is the command's.
 
     \b
     dsec run debian-12 -- python3 -c 'print(1)'
     tar c src | dsec run debian-12 -- tar x -C /tmp
     dsec run -it debian-12 bash
     """
-    command = strip_dashes(command)
-    if not command:
-        raise click.UsageError("which command? dsec run IMAGE -- COMMAND")
+    given_command = strip_dashes(command)
     keep = detach or not remove
 
     async def work(made_of: SandboxSpec) -> int:
         async with settings.connect() as client:
             if keep:
                 sandbox = await client.create(made_of, timeout=ready_timeout)
+                command = given_command or await own_command(sandbox)
                 if detach:
                     async with sandbox.start(list(command), stdin=False, timeout=timeout or 0) as process:
                         process.detach()
@@ -236,6 +254,7 @@ def run_command(
                     return await terminal(sandbox, command, timeout=timeout)
                 return await follow(settings, sandbox, command, timeout=timeout, feed=stdio.has_input() if feed is None else feed)
             async with client.sandbox(made_of, timeout=ready_timeout) as sandbox:
+                command = given_command or await own_command(sandbox)
                 if tty:
                     return await terminal(sandbox, command, timeout=timeout)
                 return await follow(settings, sandbox, command, timeout=timeout, feed=stdio.has_input() if feed is None else feed)

@@ -158,6 +158,13 @@ def test_a_burst_counts_what_failed_alike_as_one(capsys: pytest.CaptureFixture[s
     assert [line.split()[:2] for line in capsys.readouterr().out.splitlines()][1] == ["3", "error"]
 
 
+def test_the_disk_mode_that_a_note_advises_is_an_option() -> None:
+    """`degraded` advises disk_mode="loop": the command line has it too."""
+    done = dsec("inspect", "--plan", "x", "--backend", "fake", "--disk-mode", "dir")
+    assert json.loads(done.stdout)["disk_mode"] == "dir", done.stderr
+    assert dsec("create", "x", "--disk-mode", "floppy").returncode == 2
+
+
 def test_a_plan_is_made_of_the_store_that_is_named(tmp_path: Path) -> None:
     """`dsec inspect --plan --store` looks there, as `dsec layer --store` does: a cluster's own state directory is looked into."""
     from dsec.layers.store import LayerStore
