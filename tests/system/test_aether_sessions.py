@@ -11,7 +11,7 @@ import pytest
 import pytest_asyncio
 
 from dsec.backends.guest.link import Link
-from dsec.errors import Busy, Conflict, NotFound
+from dsec.errors import Busy, Conflict, InvalidRequest, NotFound
 from dsec.model import ExecSpec, OpStatus
 from libdsec.session import PRELUDE, SHELLS
 from tests.system.aether_box import Box, new_op
@@ -127,6 +127,21 @@ async def test_the_shells_own_end_is_told_apart(shell: Shell, text: str, code: i
         await shell.begin("true")
     with pytest.raises(NotFound):
         await Shell(shell.link).begin("true")
+
+
+async def test_what_a_session_cannot_be_is_refused_or_left_out(box: Box, shell: Shell) -> None:
+    """A session has no terminal, a run has no stdin or terminal of its own, and only a session can be run in."""
+    with pytest.raises(InvalidRequest):
+        await shell.link.start(new_op(), ExecSpec(argv=SHELLS["sh"], session=True, background=True, tty=True))
+    op = await shell.begin("cat; echo out; echo err >&2", tty=True, stdin=True)
+    status = await shell.link.wait(op, 5)
+    assert (status.stdout.data(), status.stderr.data(), status.kind) == (b"out\n", b"err\n", "run")
+    plain = new_op()
+    await shell.link.start(plain, ExecSpec(argv=("sleep", "9"), background=True))
+    for wrong in (plain, "f" * 31 + "g", "", new_op()):
+        with pytest.raises((NotFound, InvalidRequest)):
+            await shell.link.start(new_op(), ExecSpec(argv=("true",), run_in=wrong or "short"))
+    assert (await shell.out("echo well"))[1] == b"well\n"
 
 
 async def test_the_record_is_read_by_offset(box: Box, shell: Shell) -> None:

@@ -68,6 +68,7 @@ void op_start(struct conn *c, uint32_t request, const uint8_t *body, size_t n) {
     }
     s.flags &= S_KNOWN;
     if (s.flags & S_RUN) {
+        s.flags &= S_RUN | S_BACKGROUND | S_STREAM | S_NOTIFY; /* its terminal and stdin would be the shell's */
         session_run(c, request, &s);
         return;
     }
