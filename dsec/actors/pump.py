@@ -73,6 +73,7 @@ class Pump:
             self._received = received
             while self._kept and self._kept[0].sent <= received:
                 self._kept.popleft()
+            self._wake.set()
         if upto > self._credit:
             self._credit = upto
             self._wake.set()
@@ -96,9 +97,16 @@ class Pump:
         self._muted = True
         asyncio.get_running_loop().call_later(RETIRE, self.close)
 
+    def _silent(self) -> float:
+        """Seconds since the reader was heard. While the bus is away nobody can be."""
+        now = asyncio.get_running_loop().time()
+        if not self._bulk.transport.connected:
+            self._heard = now
+        return now - self._heard
+
     def _listen(self) -> None:
         loop = asyncio.get_running_loop()
-        if loop.time() - self._heard >= self._patience:
+        if self._silent() >= self._patience:
             log.info("edge.reader_left", op=self.op, reader=self.reader)
             self.close()
             return
@@ -202,12 +210,14 @@ class Pump:
             if piece.offset + len(piece.data) > at:
                 cut = max(0, at - piece.offset)
                 again.append(Piece(piece.stream, piece.offset + cut, piece.data[cut:]))
-        self.reader, self._credit, self._sent = request.reader, request.credit, 0
+        self.reader, self._credit, self._sent, self._received = request.reader, request.credit, 0, 0
         self._heard = asyncio.get_running_loop().time()
         self._kept.clear()
         self._todo = again
         self._turn += 1
         self._wake.set()
+        if self._again is not None:
+            self._again.cancel()
         self._again = asyncio.ensure_future(self._drain())
         return True
 
@@ -220,14 +230,13 @@ class Pump:
                 async with asyncio.timeout_at(self._heard + SILENT):
                     await self._wake.wait()
             except TimeoutError:
-                if asyncio.get_running_loop().time() - self._heard >= SILENT:
+                if self._silent() >= SILENT:
                     return
             if turn != self._turn and await self._drain():
                 await self._send_surely(end)
 
     async def _more(self, needed: int) -> bool:
         """Wait until ``needed`` bytes are allowed; False when the reader has left."""
-        loop = asyncio.get_running_loop()
         turn = self._turn
         while needed > self._credit and not self._closed and turn == self._turn:
             self._wake.clear()
@@ -235,7 +244,7 @@ class Pump:
                 async with asyncio.timeout_at(self._heard + SILENT):
                     await self._wake.wait()
             except TimeoutError:
-                if loop.time() - self._heard >= SILENT:
+                if self._silent() >= SILENT:
                     log.info("edge.reader_left", op=self.op, reader=self.reader)
                     return False
         return not self._closed

@@ -181,6 +181,27 @@ class SlowLink:
         return OpStatus(op=op, running=False, exit_code=0, stdout=Captured(head=b"h" * 600_000, tail=b"t" * 600_000, total=5_000_000))
 
 
+async def test_what_was_not_acknowledged_is_sent_again(box: Box) -> None:
+    """A client that asks again in the name of its former reader gets from its offset what the sandbox has given away already."""
+    bus = await box.bus()
+    sandbox = SandboxId("n1", new_ulid())
+    first, second = await Reader(bus, sandbox, "first").open(), await Reader(bus, sandbox, "second").open()
+    subject = subjects.output("main", sandbox, OP, "default")
+    request = OutputRequest(op=OP, reader="first", credit=700_000, acks=True)
+    sending = pump.Pump(bus, subject, SlowLink(), request)  # type: ignore[arg-type]
+    running = asyncio.ensure_future(sending.run())
+    await eventually(lambda: len(first.data) == 700_000)
+    sending.credit(700_000, received=262_144)  # two of its pieces have arrived
+    assert not sending.restart(OutputRequest(op=OP, reader="third", acks=True))  # they are not kept any more
+    second.data = first.data[:300_000]
+    assert sending.restart(OutputRequest(op=OP, reader="second", replaces=("first",), stdout=300_000, credit=1 << 30, acks=True))
+    await eventually(lambda: second.end is not None)
+    assert (len(first.data), len(second.data)) == (700_000, 1_000_000)
+    assert not running.done()
+    sending.credit(1 << 30, received=700_000)
+    await asyncio.wait_for(running, 2)
+
+
 async def test_chunks_and_status_fit_their_messages(box: Box) -> None:
     """Large pieces are cut to 128 KiB; a status whose captured output is too large is cut and still says how much there was."""
     bus = await box.bus()
