@@ -216,6 +216,7 @@ class SandboxInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     exit: Exit | None = None
     stuck: str = ""  # why stopping does not end
     degraded: tuple[str, ...] = ()  # what this node does not enforce for it
+    command: tuple[str, ...] = ()  # what its image runs when nothing else is asked for: ENTRYPOINT and CMD
     addresses: tuple[str, ...] = ()  # its own, with network="open"; nobody reaches it there
     lease: str = ""
 

@@ -471,6 +471,7 @@ class Sandbox:
             exit=self.life.exit,
             stuck=self.life.release_error if self.state is State.STOPPING else "",
             degraded=record.degraded,
+            command=self.plan.command,
             addresses=addresses(self.plan),
             lease=record.lease,
         )

@@ -79,6 +79,7 @@ class LaunchPlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     env: dict[str, str] = {}
     workdir: str = ""
     user: str = ""
+    command: tuple[str, ...] = ()  # what its image runs when nothing else is asked for: ENTRYPOINT and CMD
     network: str = "none"
     wiring: Wiring | None = None  # its interface and addresses, for network="open"
     mounts: tuple[Mount, ...] = ()

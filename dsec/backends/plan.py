@@ -97,6 +97,10 @@ class LayerDefaults(Protocol):
     def workdir(self) -> str: ...
     @property
     def user(self) -> str: ...
+    @property
+    def entrypoint(self) -> tuple[str, ...]: ...
+    @property
+    def cmd(self) -> tuple[str, ...]: ...
 
 
 class Node(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -153,7 +157,8 @@ def make_plan(
         wiring = node.net.wiring(slot, id.ulid)
         degraded += node.net.notes
 
-    env, workdir, user = _process(spec, [config for config in layer_configs if config is not None])
+    configs = [config for config in layer_configs if config is not None]
+    env, workdir, user = _process(spec, configs)
     return LaunchPlan(
         id=str(id),
         ulid=id.ulid,
@@ -168,6 +173,7 @@ def make_plan(
         env=env,
         workdir=workdir,
         user=user,
+        command=next(((*config.entrypoint, *config.cmd) for config in configs if config.entrypoint or config.cmd), ()),
         network=spec.network.mode,
         wiring=wiring,
         mounts=MOUNTS if node.userns else MOUNTS_WITHOUT_USERNS,

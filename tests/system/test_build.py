@@ -104,6 +104,11 @@ async def test_a_dockerfile_is_built_cached_and_run(cluster: Cluster, project: P
         ], result.stdout.text + result.stderr.text
         reading = ["python3", "-c", "import os; print(os.readlink('../src/app/data'))"]
         assert (await sandbox.exec(reading)).stdout.text == "../nowhere\n"
+    command = ("--url", cluster.url, "run", "-m", "96MiB", "--disk", "64MiB", "mine/app:1")
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "dsec.cli", *command), stdout=asyncio.subprocess.PIPE, stdin=asyncio.subprocess.DEVNULL
+    )
+    assert (await process.communicate())[0] == b"ran --all\n"
     code, again, err = await build(cluster, project, "--build-arg", "VERSION=2.0", "--json")
     assert code == 0, err
     assert json.loads(again)["digest"] in out
