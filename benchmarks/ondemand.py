@@ -41,7 +41,7 @@ KEYS = (
     "docker_pull_s",
 )
 DEFAULTS = {"image": "debian-12-tools", "delay_ms": 1.0, "rounds": 3}
-PACKAGES = ("python3-numpy", "gcc", "libc6-dev", "git", "cmake", "clang")
+PACKAGES = ("python3-numpy", "gcc", "g++", "libc6-dev", "git", "cmake", "gdb")
 WORKLOADS = {
     "debian-12-tools": """
 set -e; cd /tmp

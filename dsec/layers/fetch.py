@@ -119,7 +119,7 @@ class NodeLayers:
         return await asyncio.shield(task)
 
     async def _fetch(self, remote: RemoteStore, name: str, progress: Progress) -> LayerRef:
-        digest = (await remote.resolve(name)).digest
+        digest = name if index.is_digest(name) else (await remote.resolve(name)).digest
         try:
             await self.store.check(digest)
         except (NotFound, NodeError):
@@ -131,9 +131,11 @@ class NodeLayers:
         return LayerRef(name=name, digest=digest)
 
     async def _receive(self, remote: RemoteStore, digest: str, progress: Progress) -> None:
-        data, info, ahead = await asyncio.gather(remote.manifest(digest), remote.info(digest), remote.ahead(digest))
+        data, meta, info, ahead = await asyncio.gather(
+            remote.manifest(digest), remote.meta_bytes(digest), remote.info(digest), remote.ahead(digest)
+        )
         known = manifest.decode(data, digest)
-        meta = await remote.meta(digest, known)
+        remote.check_meta(digest, known, meta)
         await self.evict(room=known.total)
         async with self.store.staging() as stage:
             await tools.write(stage / "meta", meta)

@@ -74,10 +74,18 @@ class RemoteStore:
 
     async def meta(self, digest: str, known: Manifest) -> bytes:
         """The checked metadata image."""
-        data = await self._get(f"{_at(digest)}/meta", digest)
+        data = await self.meta_bytes(digest)
+        self.check_meta(digest, known, data)
+        return data
+
+    async def meta_bytes(self, digest: str) -> bytes:
+        """The metadata image as the store has it; for who fetches it beside the manifest, and checks it then."""
+        return await self._get(f"{_at(digest)}/meta", digest)
+
+    def check_meta(self, digest: str, known: Manifest, data: bytes) -> None:
+        """Raises `NodeError` when this is not the layer's metadata."""
         if len(data) != known.meta_size or hashlib.sha256(data).hexdigest() != known.meta:
             raise NodeError("the layer's metadata in the store was altered", field="layer", value=digest, retryable=False)
-        return data
 
     async def get_range(self, digest: str, offset: int, length: int) -> bytes:
         """Bytes of the blob, as the store has them: the caller checks them against the manifest's chunks."""

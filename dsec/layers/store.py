@@ -21,7 +21,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import AsyncIterator, Collection, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Literal
@@ -299,32 +299,42 @@ class LayerStore:
         for path in (meta, data):
             if path is not None:
                 _fsync(path)
-        with self._locked():
-            there = self._record(digest).exists() and self.side(digest, ".data").exists() and self.side(digest, ".erofs").exists()
-            if not there:
-                side = {suffix: self.side(digest, suffix) for suffix in _SIDES}
-                side[".manifest"].write_bytes(known)
-                _fsync(side[".manifest"])
-                if data is not None:
-                    side[".data.map"].unlink(missing_ok=True)
-                    os.rename(data, side[".data"])
-                else:  # the bitmap first: a blob without one counts as whole
-                    side[".data"].unlink(missing_ok=True)
-                    side[".data.map"].unlink(missing_ok=True)
-                    Filler.create(str(side[".data.map"]))
-                    _fsync(self._blobs)
-                    with open(side[".data"], "wb") as file:
-                        file.truncate(found.size)
-                        os.fsync(file.fileno())
-                _fsync(self._blobs)
-        return self._publish(meta, digest, "split", found.total, name, record)
 
-    def _publish(self, path: str | Path, digest: str, stored: Stored, size: int, name: str, meta: LayerInfo | None) -> LayerRef:
+        def place() -> None:
+            if self._record(digest).exists() and self.side(digest, ".data").exists() and self.side(digest, ".erofs").exists():
+                return
+            side = {suffix: self.side(digest, suffix) for suffix in _SIDES}
+            side[".manifest"].write_bytes(known)
+            _fsync(side[".manifest"])
+            side[".data.map"].unlink(missing_ok=True)
+            if data is not None:
+                os.rename(data, side[".data"])
+                return
+            side[".data"].unlink(missing_ok=True)
+            Filler.create(str(side[".data.map"]))
+            _fsync(self._blobs)  # the bitmap first: a blob without one counts as whole
+            with open(side[".data"], "wb") as file:
+                file.truncate(found.size)  # no fsync: its size is checked with each use, and `_publish` syncs the directory
+
+        return self._publish(meta, digest, "split", found.total, name, record, place)
+
+    def _publish(
+        self,
+        path: str | Path,
+        digest: str,
+        stored: Stored,
+        size: int,
+        name: str,
+        meta: LayerInfo | None,
+        place: Callable[[], None] = lambda: None,
+    ) -> LayerRef:
+        """``place`` puts what belongs to it beside it, under the same lock."""
         if name:
             index.check_name(name)
         base = meta or LayerInfo(digest="", stored=stored, size=0)
         info = msgspec.structs.replace(base, digest=digest, stored=stored, size=size, created_ts=time.time(), names=())
         with self._locked():  # together, so that gc never sees the content without its name
+            place()
             if not self._same(info):
                 self._discard(info)
                 os.rename(path, self._blob(info))
