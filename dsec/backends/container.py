@@ -276,7 +276,7 @@ class ContainerBackend:
         box = plan.state_dir
         argv = [*self._upper(plan)]
         if plan.idmap is not None:
-            argv += ["-u", f"{plan.idmap.base}:{plan.idmap.count}"]
+            argv += ["-u", f"{plan.idmap.base}:{plan.idmap.count}", *(["-j"] if os.path.basename(self._runtime) == "crun" else [])]
         if self._by_paths:
             argv += ["-p", self._prefix]
         if plan.idmap is not None and plan.disk_mode not in self._mappable:
@@ -336,6 +336,7 @@ class ContainerBackend:
             cgroups_path="" if is_crun else f"/{plan.cgroup}",
             empty=f"{self._prefix}0" if is_crun else "",  # runc allows no mount inside /proc
             masked_directories=self._masked_directories,
+            join_userns=is_crun,
         )
         with open(f"{box}/config.json", "wb") as file:
             file.write(msgspec.json.encode(config))

@@ -14,6 +14,8 @@ BLOB_ANNOTATION = "run.oci.seccomp_bpf_data"
 NOFILE = (1024, 4096)
 # What a filter does where the runtime wants names instead of a program (runc); see `seccomp.to_oci`.
 
+USERNS_FD = 600  # where the launcher leaves it, above every layer's descriptor
+
 
 def render(
     plan: LaunchPlan,
@@ -26,6 +28,7 @@ def render(
     empty: str = "",
     cgroups_path: str = "",
     masked_directories: Collection[str] = (),
+    join_userns: bool = False,
 ) -> dict[str, Any]:
     """The runtime's config.
 
@@ -33,6 +36,7 @@ def render(
     (crun takes it as an annotation, 10 ms faster than the rules); ``seccomp_oci`` is the same profile as rules, for runc.
     ``cgroups_path`` is for runc, which joins groups by itself: it gets the ones that we made. ``empty`` is an empty directory to
     cover ``masked_directories`` with: crun would make a file system for each, and every superblock makes later launches slower.
+    ``join_userns``: the runtime takes the user namespace that the launcher made, instead of making one that the node's root owns.
     Resources are not in it: the cgroups are ours and are joined before the runtime starts.
     """
     namespaces = ["pid", "mount", "ipc", "uts", "cgroup", "network"]
@@ -44,7 +48,7 @@ def render(
     if cgroups_path:
         linux["cgroupsPath"] = cgroups_path
     if plan.idmap is not None:
-        linux["namespaces"].append({"type": "user"})
+        linux["namespaces"].append({"type": "user"} | ({"path": f"/proc/self/fd/{USERNS_FD}"} if join_userns else {}))
         mapping = [{"containerID": 0, "hostID": plan.idmap.base, "size": plan.idmap.count}]
         linux["uidMappings"] = mapping
         linux["gidMappings"] = mapping

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import os
 import socket
 from pathlib import Path
@@ -186,6 +187,23 @@ async def test_capabilities_and_no_new_privs(box: Any) -> None:
     for number in (21, 19, 2, 16, 12, 27):  # SYS_ADMIN, SYS_PTRACE, DAC_READ_SEARCH, SYS_MODULE, NET_ADMIN, MKNOD
         assert not bounding >> number & 1, number
     assert (await sh(box, "mkdir /newdir && chmod 700 /newdir && id -u"))[1] == "0\n"  # c46: root inside can work
+
+
+async def test_kernel_tables_are_its_own(box: Any, yard: Yard) -> None:
+    """What one sandbox takes of the kernel's inotify instances is missing neither to a neighbour nor to the node."""
+    if box.plan.idmap is None:
+        pytest.skip("; ".join(box.plan.degraded))
+    if os.path.basename(yard.backends[0]._runtime) != "crun":
+        pytest.skip("the runtime makes the user namespace itself")
+    one = "import ctypes; libc = ctypes.CDLL(None); "
+    other = await yard.backends[0].launch(yard.plan(yard.backends[0].node))
+    hog = asyncio.ensure_future(python(box, one + "n = 0\nwhile libc.inotify_init() >= 0: n += 1\nprint(n)\nimport time; time.sleep(3)"))
+    await asyncio.sleep(1.5)
+    assert int(await python(other, one + "print(libc.inotify_init())")) >= 0
+    fd = ctypes.CDLL(None).inotify_init()
+    assert fd >= 0
+    os.close(fd)
+    assert int(await hog) >= 16
 
 
 async def test_shared_memory_is_its_own(box: Any, yard: Yard) -> None:

@@ -3,6 +3,7 @@
  *   dsec-launch [options] -- runtime arguments...
  *     -l N           descriptors 5 ... 5+N-1 are lower mounts, detached or of this mount namespace, topmost first
  *     -u BASE:COUNT  ids of the user namespace; without it owners are taken as they are
+ *     -j             the runtime joins that namespace: it finds it at descriptor 600
  *     -t BYTES:INODES  the upper is a fresh tmpfs
  *     -d DIR         the upper is DIR/u with work directory DIR/w (made when missing)
  *     -b IMAGE       the upper is the ext4 file system in this file, through a loop device that clears itself
@@ -53,7 +54,7 @@
 
 enum { CONFIG_FLAG = 0, CONFIG_STRING = 1, CONFIG_FD = 5, CONFIG_CREATE = 6 };
 enum { CLOEXEC_FS = 1, TREE_CLONE = 1, MOVE_FROM_EMPTY = 4, ATTR_RDONLY = 1, ATTR_NODEV = 4, ATTR_IDMAP = 0x100000 };
-enum { STATUS_FD = 4, UPPER_FD = 4, FIRST_LOWER = 5, MAX_LOWERS = 500, MAX_CGROUPS = 16 };
+enum { STATUS_FD = 4, UPPER_FD = 4, FIRST_LOWER = 5, USERNS_FD = 600, MAX_LOWERS = 500, MAX_CGROUPS = 16 };
 
 struct attributes {
     uint64_t set, clear, propagation, userns;
@@ -104,15 +105,32 @@ static void write_file(const char *path, const char *text) {
     close(fd);
 }
 
-/* A user namespace that nobody lives in: a child is made in it, its maps are written, the descriptor keeps it. */
+/* A user namespace that nobody lives in: a child makes it, its maps are written, the descriptor keeps it. The runtime joins it.
+ * Its owner is the id that root inside has outside: the kernel counts what a namespace uses of its tables (inotify instances
+ * and watches, namespaces) for its owner too, so a sandbox that takes all there is takes it from itself alone. */
 static int make_userns(unsigned base, unsigned count) {
-    long child = syscall(SYS_clone, (unsigned long)(CLONE_NEWUSER | SIGCHLD), 0, 0, 0, 0);
-    if (child < 0) fail("make a user namespace");
+    int made[2];
+    if (pipe2(made, O_CLOEXEC)) fail("make a pipe");
+    long child = syscall(SYS_clone, (unsigned long)SIGCHLD, 0, 0, 0, 0);
+    if (child < 0) fail("make a process for a user namespace");
     if (child == 0) {
-        prctl(PR_SET_PDEATHSIG, SIGKILL);
+        close(made[0]);
+        /* The raw calls: this process has one thread, and libc's would look for others. */
+        if (syscall(SYS_setgroups, 0, 0) || syscall(SYS_setresgid, base, base, base) || syscall(SYS_setresuid, base, base, base) || unshare(CLONE_NEWUSER))
+            _exit(errno);
+        prctl(PR_SET_PDEATHSIG, SIGKILL); /* after the change of ids, which clears it */
+        if (write(made[1], "", 1) != 1) _exit(errno);
         for (;;) pause();
     }
+    close(made[1]);
     char path[64], map[64];
+    int status = 0;
+    if (read(made[0], path, 1) != 1) {
+        waitpid(child, &status, 0);
+        errno = WEXITSTATUS(status);
+        fail("make a user namespace");
+    }
+    close(made[0]);
     snprintf(map, sizeof map, "0 %u %u", base, count);
     snprintf(path, sizeof path, "/proc/%ld/uid_map", child);
     write_file(path, map);
@@ -285,9 +303,9 @@ int main(int argc, char **argv) {
     unsigned base = 0, count = 0;
     const char *size = 0, *directory = 0, *device = 0, *root = 0, *prefix = 0;
     char *inodes = 0;
-    int descriptors = 0, own = 0, program = -1, option;
+    int descriptors = 0, join = 0, own = 0, program = -1, option;
     fcntl(STATUS_FD, F_SETFD, FD_CLOEXEC);
-    while ((option = getopt(argc, argv, "+l:u:t:d:b:oxr:p:g:")) != -1) switch (option) {
+    while ((option = getopt(argc, argv, "+l:u:jt:d:b:oxr:p:g:")) != -1) switch (option) {
         case 'l': descriptors = atoi(optarg); break;
         case 'u':
             if (sscanf(optarg, "%u:%u", &base, &count) != 2) errno = EINVAL, fail("-u %s", optarg);
@@ -299,6 +317,7 @@ int main(int argc, char **argv) {
             size = optarg;
             break;
         case 'd': directory = optarg; break;
+        case 'j': join = 1; break;
         case 'o': own = 1; break;
         case 'x': program = 0; break;
         case 'b': device = optarg; break;
@@ -333,11 +352,11 @@ int main(int argc, char **argv) {
     if (overlay >= 0) close(overlay);
     close(upper);
     for (int i = 0; i < lower_count; i++) close(lowers[i]);
-    if (userns >= 0) close(userns);
 
     /* 0 is the writer itself: in a v1 tasks file that skips the kernel's lock of all thread groups and its grace period. */
     for (int i = 0; i < cgroup_count; i++) write_file(cgroups[i], "0");
     hand_over(kept);
+    if (join && userns >= 0 && dup3(userns, USERNS_FD, 0) < 0) fail("keep the user namespace");
     if (program >= 0) {
         program = FIRST_LOWER + descriptors;
         fcntl(program, F_SETFD, FD_CLOEXEC);
