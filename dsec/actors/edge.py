@@ -65,6 +65,7 @@ class Edge:
         self.adopting = True
         self.stopping = self.over = False
         self.intake = Intake(self)
+        host.layer_told = self.layer_news
         if host.puller is not None:
             host.puller.told = self.image_news
         self._clock: list[tuple[float, str]] = []
@@ -212,6 +213,13 @@ class Edge:
                 detail=detail or {},
             )
         )
+
+    def layer_news(self, news: dict[str, Any]) -> None:
+        """Parts of a layer could not be had, so who read them got EIO; or all of it is here now."""
+        if news["what"] == "trouble":
+            self.emit("layer_trouble", detail={"layer": news["name"], "error": news["text"]})
+        elif news["what"] == "whole":
+            self.emit("layer_whole", detail={"layer": news["name"]})
 
     def image_news(self, what: str, image: str, detail: str) -> None:
         """An image is being pulled for a sandbox, is here, or cannot be had."""

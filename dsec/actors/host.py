@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import urlsplit
@@ -144,7 +144,7 @@ def node_layers(config: Config) -> NodeLayers:
     return NodeLayers(store, RemoteStore(room.remote), cache=room.cache_bytes, lazy=room.on_demand, patience=room.patience_ms / 1e3)
 
 
-def layer_news(news: dict[str, Any]) -> None:
+def log_layer_news(news: dict[str, Any]) -> None:
     """Log what becomes of layers that are loaded on demand."""
     what = news["what"]
     if what == "trouble":
@@ -165,6 +165,7 @@ class Host:
         self.planners: dict[str, Planner] = {}
         self.missing: dict[str, str] = {}
         self.puller: Puller | None = None
+        self.layer_told: Callable[[dict[str, Any]], None] = lambda _: None
 
     async def open(self) -> None:
         """Raises `Unsupported` when no backend at all can start; `missing` says why for each."""
@@ -177,6 +178,10 @@ class Host:
         if not self.planners:
             whys = "; ".join(f"{name}: {why}" for name, why in self.missing.items())
             raise Unsupported(f"no backend can start here: {whys}", field="edge.backends", fix="run `dsec doctor`")
+
+    def _layer_news(self, news: dict[str, Any]) -> None:
+        log_layer_news(news)
+        self.layer_told(news)
 
     async def _open(self, name: str) -> Planner:
         state_dir = self.config.edge.state_dir
@@ -204,7 +209,7 @@ class Host:
                 bus=await bus_endpoints(self.config.bus.url),
             )
             container = ContainerBackend(options, layers)
-            container.on_layer = layer_news
+            container.on_layer = self._layer_news
             await container.open()
             self.puller = Puller(layers.store, self.config.layers.registries)
             return LayerPlanner(container, layers, self.puller)

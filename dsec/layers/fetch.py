@@ -20,7 +20,7 @@ from pathlib import Path
 import msgspec
 
 from dsec import syscalls
-from dsec.errors import Conflict, DsecError, NodeError, NotFound, Unavailable
+from dsec.errors import Conflict, DsecError, InvalidRequest, NodeError, NotFound, Unavailable
 from dsec.layers import index, manifest, mounts, split, tools
 from dsec.layers.chunks import Filler
 from dsec.layers.lazy import being_filled
@@ -93,6 +93,8 @@ class NodeLayers:
             return
         try:
             info: LayerInfo | None = await self.store.info(name)
+        except InvalidRequest:  # no layer's name; an image's in a registry, perhaps
+            return
         except NotFound:
             info = None
         if info is not None and (not info.remote or index.is_digest(name)):
