@@ -60,9 +60,31 @@ async def pack_upper(
         try:
             image = stage / "image"
             begun = time.perf_counter()
-            async with _standing_still(instance.id, paused, freeze):
-                drawn = await _draw(upper, str(image), scrub, limits, ids, _mark(order, plan))
-            frozen_ms = 0.0 if paused else (time.perf_counter() - begun) * 1e3
+            drawing: asyncio.Future[diff.Drawn] | None = None
+            stop = threading.Event()
+            try:
+                async with _standing_still(instance.id, paused, freeze):
+                    loop, read = asyncio.get_running_loop(), asyncio.Event()
+                    job = tools.in_thread(
+                        diff.draw,
+                        upper,
+                        str(image),
+                        scrub=scrub,
+                        limits=limits,
+                        ids=ids,
+                        stop=stop,
+                        mark=_mark(order, plan),
+                        read=lambda: loop.call_soon_threadsafe(read.set),
+                    )
+                    drawing = asyncio.ensure_future(job)
+                    drawing.add_done_callback(lambda _: read.set())
+                    await read.wait()
+                frozen_ms = 0.0 if paused else (time.perf_counter() - begun) * 1e3
+                drawn = await asyncio.shield(drawing)
+            finally:
+                if drawing is not None and not drawing.done():  # we are cancelled, or it cannot be thawed
+                    stop.set()
+                    await _to_the_end(_outcome(drawing))
         finally:
             os.close(upper)
         if instance.has_ended:
@@ -123,18 +145,10 @@ def _mark(order: PackOrder, plan: LaunchPlan) -> bytes:
     return hashlib.sha256(msgspec.json.encode([below, order.image], order="deterministic")).hexdigest().encode()
 
 
-async def _draw(upper: int, image: str, scrub: Callable[[str], bool], limits: diff.Limits, ids: tuple[int, int], mark: bytes) -> diff.Drawn:
-    """In a thread that is told to stop, and waited for, when we are cancelled."""
-    stop = threading.Event()
-    work = asyncio.ensure_future(tools.in_thread(diff.draw, upper, image, scrub=scrub, limits=limits, ids=ids, stop=stop, mark=mark))
-    try:
-        return await asyncio.shield(work)
-    except asyncio.CancelledError:
-        stop.set()
-        await asyncio.wait([work])
-        if not work.cancelled():
-            work.exception()
-        raise
+async def _outcome(work: asyncio.Future[diff.Drawn]) -> None:
+    await asyncio.wait([work])
+    if not work.cancelled():
+        work.exception()
 
 
 def _open_upper(pid: int, sandbox: str, find_init: Callable[[], int]) -> int:

@@ -201,15 +201,18 @@ def draw(
     ids: tuple[int, int] = (0, 0),
     stop: threading.Event | None = None,
     mark: bytes = b"",
+    read: Callable[[], object] = lambda: None,
 ) -> Drawn:
     """Write the upper that ``upper`` (a directory's descriptor, O_PATH will do) holds as a new EROFS image.
 
     ``ids`` = (base, count) of the sandbox's user namespace, (0, 0) for none. ``stop``, once set, ends it with `NodeError`.
+    ``read`` is called when nothing more is read of the upper, before the image is complete.
     ``mark`` becomes an attribute of the root that no sandbox sees (trusted.dsec.image), for contents that must differ.
     Raises `InvalidRequest` for limits and for entries that no layer may hold, `NodeError`; the image of a failure is removed.
     """
     stop = stop or threading.Event()
     try:
+        writer: Writer | None = None
         out = os.open(image, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             writer = Writer(out)
@@ -222,8 +225,11 @@ def draw(
                 scan.directory(top, "", root)
             finally:
                 os.close(top)
+            read()
             size = writer.finish(root)
         finally:
+            if writer is not None:
+                writer.close()
             os.close(out)
     except OSError as error:
         _discard(image)

@@ -12,9 +12,11 @@ The same tree gives the same image: nothing of the clock or of inode numbers get
 from __future__ import annotations
 
 import os
+import queue
 import stat
 import struct
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 
 from dsec.errors import InvalidRequest, NodeError
 
@@ -26,6 +28,7 @@ _COMPAT_MTIME = 0x2
 _MAGIC = 0xE0F5E1E2
 _UUID = bytes.fromhex("6a1f5f2e64c54d5e8a0cd5ec00000001")
 _BUFFER = 1 << 20
+_BUFFERS = 64
 _MAX_TAIL = 1024  # of a regular file kept beside its inode; directories and links as far as they fit
 _PREFIXES = (
     ("user.", 1),
@@ -85,13 +88,19 @@ def _short(key: str) -> tuple[int, bytes]:
 class Writer:
     """One image in the making. Feed data with `data`, then call `finish` with the root.
 
-    ``fd`` is an empty regular file; what was written before an error stays for the caller to remove.
+    ``fd`` is an empty regular file; what was written before an error stays for the caller to remove. `close` ends it in any case.
     """
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
         self.block = 1  # next free; the first holds the superblock
-        self._buffer = memoryview(bytearray(_BUFFER))  # one for all: fresh memory costs more than the copy into it
+        # A thread writes while the next files are read: whoever stands still meanwhile waits for the reading only. Buffers are used again:
+        # fresh memory costs more than the copy into it.
+        self._writer = ThreadPoolExecutor(1, "pack")
+        self._free: queue.SimpleQueue[memoryview] = queue.SimpleQueue()
+        self._made = 1
+        self._failed: BaseException | None = None
+        self._buffer = memoryview(bytearray(_BUFFER))
         self._used = 0
         self._at = BLOCK  # where the buffer's beginning belongs
 
@@ -143,13 +152,37 @@ class Writer:
                 at += done
 
     def _flush(self) -> None:
-        _write(self.fd, self._buffer[: self._used], self._at)
+        if self._failed is not None:
+            raise self._failed
+        if not self._used:
+            return
+        self._writer.submit(self._put, self._buffer, self._used, self._at)
         self._at += self._used
         self._used = 0
+        if self._made < _BUFFERS and self._free.empty():
+            self._made += 1
+            self._buffer = memoryview(bytearray(_BUFFER))
+        else:
+            self._buffer = self._free.get()
+
+    def _put(self, buffer: memoryview, used: int, at: int) -> None:
+        try:
+            _write(self.fd, buffer[:used], at)
+        except OSError as error:
+            self._failed = error
+        finally:
+            self._free.put(buffer)
+
+    def close(self) -> None:
+        """Ends the thread; what it still had to write is written."""
+        self._writer.shutdown()
 
     def finish(self, root: Node) -> int:
-        """Inodes, directories and superblock; the image's size in bytes."""
+        """Inodes, directories and superblock; the image's size in bytes. Nothing is read for it any more."""
         self._flush()
+        self._writer.shutdown()
+        if self._failed is not None:
+            raise self._failed
         order = list(_walk(root))
         for node, _ in order:
             if stat.S_ISDIR(node.mode):
