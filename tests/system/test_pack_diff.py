@@ -304,7 +304,7 @@ async def test_an_edge_killed_in_the_middle_of_a_pack(client: Client, cluster: C
             'cp -r /root/d /root/e; python3 -c \'import os\nfor i in range(12000): open(str(i)+"x","w").write("y"*3000)\'',
             check=True,
         )
-        counter = sandbox.start("i=0; while :; do i=$((i+1)); echo $i >/tmp/count; done", stdin=False)
+        counter = sandbox.start("while :; do echo >>/tmp/count; sleep 0.01; done", stdin=False)
         async with counter:
             packing = asyncio.ensure_future(sandbox.pack_diff())
             until = asyncio.get_running_loop().time() + 5
@@ -314,7 +314,7 @@ async def test_an_edge_killed_in_the_middle_of_a_pack(client: Client, cluster: C
             await edge.kill()
             await edge.start()
             first = (await sandbox.exec("cat /tmp/count")).stdout.text
-            await asyncio.sleep(0.1)
+            await asyncio.sleep(0.3)
             assert (await sandbox.exec("cat /tmp/count")).stdout.text != first
             layer = await asyncio.wait_for(packing, 60)
         assert (await sandbox.info()).state == "running"
