@@ -343,20 +343,21 @@ class Sandbox:
         try:
             if origin is State.RUNNING:  # an Edge that finds it in capturing thaws it
                 await self.keeper.store.update(self.write())
-            layer = await instance.pack_diff(order, origin is State.PAUSED)
+            layer = await instance.pack_diff(order, origin is State.PAUSED, lambda: self.feed(On.CAPTURED))
         except Broken as error:
             if self.within(State.STOPPING, State.STOPPED):
                 raise self.gone() from None
             self.feed(On.BROKEN, detail=str(error))
             raise
         except BaseException as error:
-            self.feed(On.CAPTURE_UNDONE, detail=str(error))
+            if self.within(State.CAPTURING):
+                self.feed(On.CAPTURE_UNDONE, detail=str(error))
             if isinstance(error, SandboxGone) or self.within(State.STOPPING, State.STOPPED):
                 raise (self.gone() if self.life.exit is not None else error) from None
             if origin is State.RUNNING:
                 self.keeper.store.post(self.write())
             raise
-        self.feed(On.CAPTURED, detail=layer.digest[:19])
+        self.story.add(f"packed into {layer.digest[:19]}")
         if self.within(State.STOPPING, State.STOPPED):
             raise self.gone()
         if origin is State.RUNNING:

@@ -177,9 +177,11 @@ class Instance(Protocol):
 
     async def usage(self) -> Usage: ...
 
-    async def pack_diff(self, order: PackOrder, paused: bool, /) -> PackedLayer:
-        """What it changed, as a layer of this node's store; where `Capabilities.pack_diff`. It stands still meanwhile, and runs on
-        afterwards unless it was ``paused``. Raises `InvalidRequest`, `Undone` and `NodeError` (it is as before), or `Broken`."""
+    async def pack_diff(self, order: PackOrder, paused: bool, thawed: Callable[[], object], /) -> PackedLayer:
+        """What it changed, as a layer of this node's store; where `Capabilities.pack_diff`. It stands still while it is read; then
+        ``thawed`` is called, it runs on unless it was ``paused``, and the layer is completed.
+
+        Raises `InvalidRequest`, `Undone` and `NodeError` (it is as before), or `Broken`."""
         ...
 
     async def stop(self, grace: float = 0.0) -> None:

@@ -80,11 +80,12 @@ class FakeInstance:
     async def usage(self) -> Usage:
         return self.guest.usage()
 
-    async def pack_diff(self, order: PackOrder, _paused: bool) -> PackedLayer:
+    async def pack_diff(self, order: PackOrder, _paused: bool, thawed: Callable[[], object], /) -> PackedLayer:
         """Nothing is kept anywhere: a layer of the right name and of no content."""
         await asyncio.sleep(self._backend.faults.pack_delay)
         if self._backend.faults.pack_fails:
             raise Undone("the fake was told to fail", sandbox=self.id)
+        thawed()
         parents = tuple(layer.digest for layer in self.plan.lowers)
         return PackedLayer(name=order.name, digest="sha256:" + "d" * 64, parents=parents)
 

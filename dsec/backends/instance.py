@@ -62,13 +62,14 @@ class ContainerInstance:
     def has_ended(self) -> bool:
         return self._gone.done()
 
-    async def pack_diff(self, order: PackOrder, paused: bool) -> PackedLayer:
+    async def pack_diff(self, order: PackOrder, paused: bool, thawed: Callable[[], object], /) -> PackedLayer:
         backend, plan = self._backend, self.plan
         return await pack_upper(
             self,
             backend.layers,
             order,
             paused=paused,
+            thawed=thawed,
             freeze=functools.partial(backend.freeze, plan.ulid),
             find_init=functools.partial(backend.find_init, plan),
         )

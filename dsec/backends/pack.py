@@ -46,6 +46,7 @@ async def pack_upper(
     order: PackOrder,
     *,
     paused: bool,
+    thawed: Callable[[], object],
     freeze: Callable[[bool], Awaitable[None]],
     find_init: Callable[[], int],
 ) -> PackedLayer:
@@ -80,6 +81,7 @@ async def pack_upper(
                     drawing.add_done_callback(lambda _: read.set())
                     await read.wait()
                 frozen_ms = 0.0 if paused else (time.perf_counter() - begun) * 1e3
+                thawed()
                 drawn = await asyncio.shield(drawing)
             finally:
                 if drawing is not None and not drawing.done():  # we are cancelled, or it cannot be thawed
