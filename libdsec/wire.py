@@ -43,13 +43,17 @@ class Views:
     def __init__(self) -> None:
         self._newest: ClusterView | None = None
         self._came = float("-inf")
+        self._complained = float("-inf")
         self._news = asyncio.Event()
 
     def take(self, msg: Msg) -> None:
         try:
             self._newest = codec.decode(msg.data, ClusterView)
         except DsecError as error:
-            structlog.get_logger("libdsec").error("client.bad_view", error=str(error))
+            now = asyncio.get_running_loop().time()
+            if now - self._complained > self.STALE:  # a flood of them is told once in a while
+                self._complained = now
+                structlog.get_logger("libdsec").error("client.bad_view", error=str(error))
             return
         self._came = asyncio.get_running_loop().time()
         self._news.set()

@@ -17,6 +17,7 @@ from dsec.model import ExecSpec, ImageConfig, LayerRef, OpStatus, PackedLayer, S
 Index = Annotated[int, Meta(ge=0, lt=1 << 31)]  # of a sandbox in its burst
 Offset = Annotated[int, Meta(ge=0, le=1 << 62)]  # bytes
 Name = Annotated[str, Meta(min_length=1, max_length=128)]  # an id that its caller made
+Patience = Annotated[int, Meta(ge=1, le=600_000)]  # milliseconds
 Life = Annotated[int, Meta(ge=1, lt=1 << 43)]  # milliseconds; 278 years at most
 
 
@@ -202,7 +203,7 @@ class OutputRequest(Message, frozen=True, kw_only=True):
     stderr: Offset = 0
     credit: int = 4 * 1024 * 1024  # absolute: bytes of both streams together that may be sent since the request
     prompt: bool = False  # small pieces are not gathered: their far side waits for an answer
-    patience_ms: int = 60_000  # a reader from whom nothing was heard for so long (it repeats its credit each second) has left
+    patience_ms: Patience = 60_000  # a reader from whom nothing was heard for so long (it repeats its credit each second) has left
 
 
 class CreditRequest(Message, frozen=True, kw_only=True):

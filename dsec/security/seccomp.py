@@ -53,6 +53,7 @@ DENIED: Mapping[str, tuple[str, ...]] = {
         *("get_kernel_syms", "nfsservctl", "swapon", "swapoff", "reboot", "acct", "quotactl", "quotactl_fd", "syslog", "vhangup"),
         *("settimeofday", "stime", "clock_settime", "clock_settime64", "iopl", "ioperm", "sethostname", "setdomainname", "bdflush"),
     ),
+    "one count for the whole node (fs.aio-max-nr): who takes it all takes it from everybody; databases go on without": ("io_setup",),
     "memory placement affects neighbours": (
         *("mbind", "set_mempolicy", "set_mempolicy_home_node", "get_mempolicy", "move_pages", "migrate_pages"),
     ),

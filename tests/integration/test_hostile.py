@@ -90,7 +90,7 @@ async def test_a_reader_from_beyond_is_refused(box: Box) -> None:
     async with box.client() as dsec, dsec.sandbox(SPEC) as sandbox, sandbox.start("echo here") as process:
         edge, _, ulid = sandbox.id.rpartition("-")
         subject = subjects.sandbox("main", "output", ME, SandboxId(edge, ulid))
-        for field, value in (("stdout", -1), ("stdout", 1 << 63), ("reader", ""), ("reader", "r" * 1000)):
+        for field, value in (("stdout", -1), ("stdout", 1 << 63), ("reader", ""), ("reader", "r" * 1000), ("patience_ms", 10**9)):
             body = {"op": process.op, "reader": "r", field: value}
             answer = codec.decode_untyped((await bus.transport.request(subject, msgspec.msgpack.encode(body), timeout=5.0)).data)
             assert isinstance(answer, dict)
