@@ -115,7 +115,9 @@ class LayerPlanner:
         for ref in refs:
             found.setdefault(ref.digest, ref)
             if ref.digest not in self._stacks:
-                self._stacks[ref.digest] = (await self.layers.store.info(ref.digest)).stack
+                below = (await self.layers.store.info(ref.digest)).stack
+                await self.layers.ensure(below)
+                self._stacks[ref.digest] = below
             for number, digest in enumerate(self._stacks[ref.digest]):
                 found.setdefault(digest, LayerRef(name=f"{ref.name}#{len(self._stacks[ref.digest]) - number}", digest=digest))
         return tuple(found.values())

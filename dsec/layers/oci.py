@@ -137,11 +137,13 @@ async def _cached(store: LayerStore, recipe: str) -> str:
 
 async def _collapsed(store: LayerStore, trees: list[Path], stage: Path, meta: LayerInfo) -> LayerRef:
     image = stage / "image"
+    # Two images of the same files may differ in what they say of them: each needs a record of its own.
+    mark = hashlib.sha256(msgspec.json.encode(meta.config, order="deterministic")).hexdigest().encode()
 
     def write() -> None:
         fd = _lay_over(list(reversed(trees)), stage)
         try:
-            diff.draw(fd, str(image), scrub=lambda _: False, limits=_NO_LIMITS)
+            diff.draw(fd, str(image), scrub=lambda _: False, limits=_NO_LIMITS, mark=mark)
         finally:
             os.close(fd)
 

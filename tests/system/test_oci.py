@@ -94,6 +94,16 @@ def test_whiteouts_and_opaque_directories(store: LayerStore, tmp_path: Path, com
     assert again.digest == ref.digest
 
 
+def test_images_of_the_same_files_keep_their_own_configuration(store: LayerStore, tmp_path: Path) -> None:
+    """Two images that differ in ENV alone are two layers, and the same image again is the same one."""
+    layout = Layout(tmp_path / "layout")
+    for tag in ("a", "b"):
+        layout.image([LOWER], tag, config={"Env": [f"WHICH={tag}"]})
+    for tag in ("a", "b", "a"):
+        asyncio.run(oci.import_image(store, layout.root, f"image-{tag}", tag=tag))
+    assert [asyncio.run(store.info(f"image-{tag}")).config.env["WHICH"] for tag in ("a", "b")] == ["a", "b"]
+
+
 def test_a_large_image_keeps_its_layers(store: LayerStore, tmp_path: Path) -> None:
     """Above the limit an image stays one layer for each of its own, shared by images, and lies together when it is mounted."""
     layout = Layout(tmp_path / "layout")
