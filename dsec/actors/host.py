@@ -74,6 +74,7 @@ class LayerPlanner:
 
     def __init__(self, backend: ContainerBackend, layers: NodeLayers, puller: Puller) -> None:
         self.puller = puller
+        layers.release = backend.drop_layer
         self.backend: Backend = backend
         self._container = backend
         self.layers = layers

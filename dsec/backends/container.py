@@ -224,6 +224,14 @@ class ContainerBackend:
             task = self._mounted[digest] = self._spawn(self._mount_once(digest))
         await asyncio.shield(task)
 
+    async def drop_layer(self, digest: str) -> bool:
+        """Unmount a layer that no sandbox stands on; False while one may."""
+        if self._launching or any(layer.digest == digest for box in self._instances.values() for layer in box.plan.lowers):
+            return False
+        self._mounted.pop(digest, None)
+        await self._holder.request("drop_layer", key=digest)
+        return True
+
     async def _mount_once(self, digest: str) -> None:
         mount = await self.layers.mount_plan(digest)
         await self._holder.request("layer", key=digest, mount=msgspec.to_builtins(mount))
@@ -238,7 +246,7 @@ class ContainerBackend:
         except asyncio.CancelledError:
             # The steps run on; killing what they started makes them end soon. The cancel is passed on when nothing is left.
             undo = self._spawn(self._abandon(plan, steps))
-            await _through_cancels(undo)
+            await runtime.through_cancels(undo)
             raise
 
     async def _abandon(self, plan: LaunchPlan, steps: asyncio.Task[ContainerInstance]) -> None:
@@ -590,10 +598,3 @@ class ContainerBackend:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
-
-
-async def _through_cancels(task: asyncio.Task[None]) -> None:
-    """Wait for ``task`` even when the waiter is cancelled again."""
-    while not task.done():
-        with contextlib.suppress(asyncio.CancelledError):
-            await asyncio.wait([task])

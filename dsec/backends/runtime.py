@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
 import hashlib
@@ -75,3 +76,10 @@ def init_among(pids: Iterable[int]) -> int:
                     if len(numbers) > 1 and numbers[-1] == "1":
                         return pid
     return 0
+
+
+async def through_cancels(task: asyncio.Task[None]) -> None:
+    """Wait for ``task`` even when the waiter is cancelled again."""
+    while not task.done():
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.wait([task])

@@ -13,7 +13,7 @@ import contextlib
 import os
 import tempfile
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Awaitable, Callable, Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -63,6 +63,7 @@ class NodeLayers:
         self.lazy = lazy
         self.patience = patience
         self.why_not_lazy: str | None = None
+        self.release: Callable[[str], Awaitable[bool]] | None = None  # asks the backend to unmount a layer; False while it is used
         self._asked: dict[str, float] = {}
         self._fetching: dict[str, asyncio.Task[LayerRef]] = {}
         self._pulling: dict[str, asyncio.Task[None]] = {}
@@ -215,7 +216,7 @@ class NodeLayers:
         for _, size, digest in sorted(found):
             if used + room <= self.cache:
                 break
-            if digest in keep:
+            if digest in keep or (self.release is not None and not await self.release(digest)):
                 continue
             try:
                 await self.store.remove(digest)
@@ -223,6 +224,7 @@ class NodeLayers:
                 continue
             used -= size
             gone.append(digest)
+            self._asked.clear()  # the next create looks for its names again
         return tuple(gone)
 
     def _fetched(self) -> list[tuple[float, int, str]]:

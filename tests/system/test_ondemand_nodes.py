@@ -188,3 +188,19 @@ async def test_edge_and_holder_killed_together(leftovers: object, cold: Yard, ba
     fresh = await second.launch(cold.plan(second.node, base=ref, resources=SMALL))
     assert await hashed(fresh) == base.hashes
     await fresh.stop()
+
+
+async def test_the_cache_makes_room_by_layers_that_no_sandbox_stands_on(leftovers: object, cold: Yard, base: Base) -> None:
+    """A mounted layer stays while its sandbox lives, and goes afterwards; the next sandbox fetches it again."""
+    backend, ref = await prepared(cold)
+    cold.layers.cache, cold.layers.release = 1, backend.drop_layer
+    box = await backend.launch(cold.plan(backend.node, base=ref, resources=SMALL))
+    assert await hashed(box, FILES[0]) == base.hashes[:1]
+    assert await cold.layers.evict() == ()
+    await box.stop()
+    assert await cold.layers.evict() == (ref.digest,)
+    assert (await backend._holder.request("ondemand"))["layers"] == []
+    await cold.layers.fetch("base")
+    box = await backend.launch(cold.plan(backend.node, base=ref, resources=SMALL))
+    assert await hashed(box, FILES[0]) == base.hashes[:1]
+    await box.stop()
