@@ -111,7 +111,7 @@ async def hashed(box: Any, *names: str) -> list[str]:
 async def test_many_sandboxes_on_one_cold_base_fetch_each_chunk_once(leftovers: object, cold: Yard, base: Base) -> None:
     """They start before their base has come, and each reads all of its data right."""
     backend, ref = await prepared(cold)
-    plans = [cold.plan(backend.node, base=ref, resources=SMALL) for _ in range(12)]
+    plans = [cold.plan(backend.node, base=ref, resources=SMALL) for _ in range(8)]
     gate = asyncio.Semaphore(8)
 
     async def one(plan: LaunchPlan) -> list[str]:
