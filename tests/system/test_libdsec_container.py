@@ -5,53 +5,19 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import os
-import secrets
-import shutil
-import tempfile
 import time
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-import pytest_asyncio
 
 import libdsec
 from dsec.actors.up import Cluster
-from dsec.layers.importer import import_dir
-from dsec.layers.store import LayerStore
 from libdsec import Client, DeadlineExceeded, InvalidRequest, NotFound, Sandbox, SandboxError
-from tests.fixtures_backend import build_small_base
+from tests.system.container_box import SMALL, client, cluster, sandbox
+
+__all__ = ["client", "cluster", "sandbox"]
 
 pytestmark = [pytest.mark.needs("root", "cgroup", "oci", "guest"), pytest.mark.asyncio(loop_scope="module")]
-
-SMALL: libdsec.Options = {"memory": "96MiB", "disk": "64MiB", "cpus": 0.5, "pids": 64}
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def cluster() -> AsyncIterator[Cluster]:
-    """One Edge with the container backend and a base of this machine's programs."""
-    place = Path(tempfile.mkdtemp(prefix="dsec-t-", dir="/tmp"))
-    try:
-        await asyncio.to_thread(build_small_base, place / "base")
-        cluster = Cluster(place / "up", edges=(f"t{secrets.token_hex(4)}",), overrides={"edge": {"sweep_ms": 200}})
-        await import_dir(LayerStore(cluster.layer_store), place / "base", "small")
-        async with cluster:
-            yield cluster
-    finally:
-        await asyncio.to_thread(shutil.rmtree, place, ignore_errors=True)
-
-
-@pytest_asyncio.fixture(loop_scope="module")
-async def client(cluster: Cluster) -> AsyncIterator[Client]:
-    async with libdsec.connect(cluster.url) as client:
-        yield client
-        assert await client.list() == []
-
-
-@pytest_asyncio.fixture(loop_scope="module")
-async def sandbox(client: Client) -> AsyncIterator[Sandbox]:
-    async with client.sandbox("small", **SMALL) as sandbox:
-        yield sandbox
 
 
 async def test_session_keeps_its_shell(sandbox: Sandbox) -> None:
