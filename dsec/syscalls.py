@@ -83,9 +83,6 @@ CLONE_NEWNET = 0x40000000
 WALL = 0x40000000  # __WALL: also children whose exit signal is not SIGCHLD
 
 # prctl(2)
-PR_SET_PDEATHSIG = 1
-PR_GET_DUMPABLE = 3
-PR_SET_DUMPABLE = 4
 PR_SET_NAME = 15
 PR_SET_CHILD_SUBREAPER = 36
 PR_SET_NO_NEW_PRIVS = 38
@@ -339,16 +336,6 @@ def prctl(option: int, arg2: int = 0, arg3: int = 0, arg4: int = 0, arg5: int = 
 def set_child_subreaper(on: bool = True) -> None:
     """Orphans below this process become its children instead of init's."""
     prctl(PR_SET_CHILD_SUBREAPER, int(on))
-
-
-def set_pdeathsig(signum: int) -> None:
-    """Receive ``signum`` when the *thread* that created this process ends (cleared by a set-id exec)."""
-    prctl(PR_SET_PDEATHSIG, signum)
-
-
-def set_dumpable(on: bool) -> None:
-    """0 keeps others from ptrace, pidfd_getfd and /proc/<pid>/fd of this process."""
-    prctl(PR_SET_DUMPABLE, int(on))
 
 
 def set_no_new_privs() -> None:

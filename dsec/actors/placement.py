@@ -122,9 +122,6 @@ class Picture:
     def __len__(self) -> int:
         return len(self._nodes)
 
-    def knows(self, edge: str) -> bool:
-        return edge in self._nodes
-
     def _columns(self) -> None:
         """Rebuild the columns; O(nodes)."""
         if not self._dirty:

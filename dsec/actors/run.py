@@ -227,18 +227,6 @@ def run_actor(kind: str, config: Config) -> int:
     return 0
 
 
-def run_scheduler(config: Config) -> int:
-    return run_actor("scheduler", config)
-
-
-def run_watcher(config: Config) -> int:
-    return run_actor("watcher", config)
-
-
-def run_edge(config: Config) -> int:
-    return run_actor("edge", config)
-
-
 def main(argv: list[str] | None = None) -> int:
     args = sys.argv[1:] if argv is None else argv
     if not args:

@@ -77,7 +77,6 @@ class Sandbox:
         self.last_active_ts = record.created_ts
         self.instance: Instance | None = None
         self.deadline = 0.0  # of its create, monotonic; 0 = none
-        self.queued_at = time.monotonic()
         self._waiters: list[asyncio.Future[None]] = []
         self._packs: dict[str, tuple[PackOrder, asyncio.Future[PackedLayer]]] = {}
         self._launching: asyncio.Task[None] | None = None

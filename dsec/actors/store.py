@@ -260,7 +260,7 @@ class SqliteStore:
 
 
 class MemoryStore:
-    """`Store` without a disk, for simulated Edges: it promises nothing after the process ends."""
+    """`Store` without a disk: it promises nothing after the process ends."""
 
     def __init__(self) -> None:
         self.records: dict[str, Record] = {}

@@ -171,10 +171,6 @@ class Cluster:
     def children(self) -> list[Child]:
         return [*([self.watcher] if self.watcher else []), *self.schedulers, *self.edges.values()]
 
-    def edge_config(self, name: str) -> Config:
-        """The configuration of one Edge of this cluster, as its process reads it."""
-        return self._made(name)
-
     async def start(self) -> Self:
         try:
             self.dir.mkdir(parents=True, exist_ok=True)

@@ -86,24 +86,18 @@ class Verbs:
             ("feed", InputRequest, InputReply, self.input),  # as input, for much data
         ]
         # One subscription a verb: files and output are on another connection than the rest.
-        on_control = [
-            Route(
-                subject=subjects.sandbox_verb(unit, edge.name, name),
-                verbs=(Verb(name=name, request=request, reply=reply, handler=handler),),
-                verb_of=_fourth,
-                caller_of=_caller,
-            )
-            for name, request, reply, handler in control
-        ]
-        on_bulk = [
-            Route(
-                subject=subjects.sandbox_verb(unit, edge.name, name),
-                verbs=(Verb(name=name, request=request, reply=reply, handler=handler),),
-                verb_of=_fourth,
-                caller_of=_caller,
-            )
-            for name, request, reply, handler in bulk
-        ]
+        on_control, on_bulk = (
+            [
+                Route(
+                    subject=subjects.sandbox_verb(unit, edge.name, name),
+                    verbs=(Verb(name=name, request=request, reply=reply, handler=handler),),
+                    verb_of=_fourth,
+                    caller_of=_caller,
+                )
+                for name, request, reply, handler in verbs
+            ]
+            for verbs in (control, bulk)
+        )
         for_actors = Route(
             subject=subjects.edge_all(unit, edge.name),
             verbs=(

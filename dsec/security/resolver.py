@@ -44,7 +44,6 @@ TRY_TIMEOUT = 2.0  # seconds an upstream has
 TRIES = 3
 IDLE = 10.0  # of a TCP connection
 LOOK = 1.0  # seconds between two looks at resolv.conf and at what is left to serve
-UDP_LIMIT = 65_535
 
 Upstream = tuple[str, int]
 Gate = Callable[[str, dns.Question], bool]

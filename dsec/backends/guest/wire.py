@@ -59,7 +59,6 @@ PROTO = 1
 PROTO_MIN = 1
 MAX_FRAME = 1 << 20
 MAX_DATA = 256 << 10
-MAX_CHUNK = 128 << 10
 
 HEADER = struct.Struct("<IHHI")
 HELLO = struct.Struct("<HHIQ")
