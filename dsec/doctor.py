@@ -219,7 +219,7 @@ def _freezer() -> Answer:
     return ("ok", f"v1 at {mounts['freezer']}") if "freezer" in mounts else ("missing", "no freezer")
 
 
-@_check("memory_reclaim", "a paused sandbox's memory is reclaimed by force_empty (v1) or MADV_PAGEOUT instead")
+@_check("memory_reclaim", "nothing yet: a paused sandbox keeps its memory, with it or without")
 def _memory_reclaim() -> Answer:
     mounts = probes.cgroup_mounts()
     if "memory" in probes.v2_controllers(mounts):
@@ -232,7 +232,7 @@ def _memory_reclaim() -> Answer:
     return "fallback", "MADV_PAGEOUT"
 
 
-@_check("cpu_idle", "best-effort sandboxes get SCHED_IDLE or small shares instead")
+@_check("cpu_idle", "nothing yet: no sandbox is given idle CPU time only")
 def _cpu_idle() -> Answer:
     mounts = probes.cgroup_mounts()
     roots = [Path(mounts[name]) for name in ("cpu", "2") if name in mounts]
@@ -244,7 +244,7 @@ def _cpu_idle() -> Answer:
     return "fallback", "no cpu.idle (it came with 5.15)"
 
 
-@_check("swap", "a paused sandbox keeps its memory", "dsec can make zram or a swap file at pause time; or: swapon /path/to/swapfile")
+@_check("swap", "nothing yet: a paused sandbox keeps its memory, with it or without")
 def _swap() -> Answer:
     active = [line.split()[0] for line in Path("/proc/swaps").read_text().splitlines()[1:]]
     if active:
@@ -386,7 +386,7 @@ def _guest() -> Answer:
     return ("ok", wanted.name) if wanted.exists() else ("missing", "the guest binary is not built")
 
 
-@_check("docker", "the Docker backend is not offered", "apt-get install docker.io, or set DOCKER_HOST")
+@_check("docker", "`python -m benchmarks create` has no Docker to compare with", "apt-get install docker.io, or set DOCKER_HOST")
 def _docker() -> Answer:
     address = os.environ.get("DOCKER_HOST", "unix:///var/run/docker.sock")
     if not address.startswith("unix://"):
@@ -397,7 +397,7 @@ def _docker() -> Answer:
         return "missing", f"no daemon answers at {address}: {error.strerror or error}"
 
 
-@_check("criu", "a snapshot of a container keeps its disk, not its processes", "install criu >= 4")
+@_check("criu", "nothing yet: no snapshots are made", "install criu >= 4")
 def _criu() -> Answer:
     path, version = probes.version_of("criu")
     if not path:
@@ -406,7 +406,9 @@ def _criu() -> Answer:
 
 
 @_check(
-    "kvm", "microVMs and full VMs run on QEMU's TCG, many times slower", "use a machine with vmx or svm, and modprobe kvm_intel or kvm_amd"
+    "kvm",
+    "the Debian guest of `make test-all` runs on QEMU's TCG, many times slower",
+    "use a machine with vmx or svm, and modprobe kvm_intel or kvm_amd",
 )
 def _kvm() -> Answer:
     try:
@@ -419,7 +421,7 @@ def _kvm() -> Answer:
     return "ok", f"/dev/kvm, API {api}"
 
 
-@_check("qemu", "the QEMU backends are not offered", "apt-get install qemu-system-x86")
+@_check("qemu", "`make test-all` cannot boot its Debian guest", "apt-get install qemu-system-x86")
 def _qemu() -> Answer:
     path, version = probes.version_of(f"qemu-system-{'x86_64' if platform.machine() == 'x86_64' else platform.machine()}")
     return ("ok", f"{version} at {path}") if path else ("missing", "not installed")
@@ -450,13 +452,13 @@ def _seccomp() -> Answer:
     return ("ok", " ".join(actions)) if "errno" in actions else ("missing", "no errno action")
 
 
-@_check("landlock", "file policy is kept by the other means only", "boot with lsm=landlock,…")
+@_check("landlock", "nothing yet: there is no policy of files that would need it", "boot with lsm=landlock,…")
 def _landlock() -> Answer:
     abi = syscalls.landlock_abi()
     return ("ok", f"ABI {abi}") if abi else ("missing", "not active")
 
 
-@_check("bpf", "network policy by BPF cannot be kept", "run as root on a kernel with CONFIG_BPF_SYSCALL and CONFIG_CGROUP_BPF")
+@_check("bpf", "nothing yet: networks are kept by nftables", "run as root on a kernel with CONFIG_BPF_SYSCALL and CONFIG_CGROUP_BPF")
 def _bpf() -> Answer:
     refused = probes.bpf_refused()
     if refused:
@@ -494,13 +496,13 @@ _tried(
     "bpf_lsm",
     "LSM programs load",
     probes.try_bpf_lsm,
-    "file policy that binds root needs AppArmor or BPF LSM; else Landlock and masks",
+    "nothing yet: there is no policy of files that would need it",
     "boot with lsm=…,bpf",
     "fallback",
 )
 
 
-@_check("apparmor", "file policy that binds root needs AppArmor or BPF LSM; else Landlock and masks", "boot with lsm=…,apparmor")
+@_check("apparmor", "nothing yet: there is no policy of files that would need it", "boot with lsm=…,apparmor")
 def _apparmor() -> Answer:
     try:
         enabled = Path("/sys/module/apparmor/parameters/enabled").read_text().strip()
@@ -513,7 +515,7 @@ _tried(
     "core_sched",
     "PR_SCHED_CORE",
     probes.try_core_sched,
-    "latency-sensitive sandboxes are not kept off shared cores",
+    "nothing yet: no sandbox is kept off shared cores",
     "use a kernel with SCHED_CORE and SMT",
     "fallback",
 )

@@ -65,7 +65,7 @@ def check_project(path: str) -> str:
 
 
 class Qos(enum.StrEnum):
-    """CPU class: latency-sensitive or best-effort (paper, section on QoS)."""
+    """CPU class: latency-sensitive or best-effort (paper, section on QoS). Recorded only: no backend treats them differently yet."""
 
     LS = "ls"
     BE = "be"

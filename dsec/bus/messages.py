@@ -386,7 +386,7 @@ class Event(Message, frozen=True, kw_only=True):
     """One line of a sandbox's or a node's life. Order is (incarnation, n); consumers dedupe by (sb, incarnation, n)."""
 
     v: int = 1
-    kind: str  # created running paused resumed packed stopped exec node_up node_lost policy …
+    kind: str  # docs/events.md lists them
     sb: str = ""
     edge: str = ""
     project: str = ""
