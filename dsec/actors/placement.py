@@ -122,6 +122,9 @@ class Picture:
     def __len__(self) -> int:
         return len(self._nodes)
 
+    def knows(self, edge: str) -> bool:
+        return edge in self._nodes
+
     def _columns(self) -> None:
         """Rebuild the columns; O(nodes)."""
         if not self._dirty:
