@@ -1,1 +1,3 @@
 """DSec: sandbox infrastructure for agentic reinforcement learning."""
+
+__version__ = "0.1.0"

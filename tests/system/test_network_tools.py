@@ -16,7 +16,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pip as pip_package
 import pytest
 
 import libdsec
@@ -59,7 +58,7 @@ def make_wheel(folder: Path) -> None:
         for name, data in files.items():
             wheel.writestr(name, data)
     # The base has no pip: it comes from outside too.
-    pip = Path(pip_package.__file__).parent
+    pip = Path(pytest.importorskip("pip").__file__).parent
     with zipfile.ZipFile(folder / "pip.zip", "w") as archive:
         for path in pip.rglob("*"):
             if path.suffix != ".pyc":
