@@ -4,7 +4,6 @@ from dsec.bus.actor import Context, Mailbox, Route, Service, Verb
 from dsec.bus.bus import Bus, run
 from dsec.bus.codec import CHUNK, MAX_MESSAGE, decode, decode_untyped, encode
 from dsec.bus.events import EventPublisher, EventReader
-from dsec.bus.flow import ReceiveWindow, SendWindow
 from dsec.bus.idempotency import Idempotency, Key
 from dsec.bus.streams import EventsConfig, KvBucket, ensure_events_stream, kv_bucket
 from dsec.bus.transport import Events, Headers, Msg, Subscription, Transport
@@ -24,9 +23,7 @@ __all__ = [
     "KvBucket",
     "Mailbox",
     "Msg",
-    "ReceiveWindow",
     "Route",
-    "SendWindow",
     "Service",
     "Subscription",
     "Transport",

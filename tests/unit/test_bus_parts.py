@@ -1,4 +1,4 @@
-"""The bus's pure and nearly pure parts: credit, spool, idempotency, batching, wildcard matching."""
+"""The bus's pure and nearly pure parts: spool, idempotency, batching, wildcard matching."""
 
 from __future__ import annotations
 
@@ -9,60 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dsec.bus import Idempotency, Key, ReceiveWindow, SendWindow
+from dsec.bus import Idempotency, Key
 from dsec.bus.events import batches, start_time
 from dsec.bus.memory import Broker, matches
 from dsec.bus.messages import Event
 from dsec.bus.spool import SEGMENT, Record, Spool
 from dsec.errors import Busy, Conflict, DeadlineExceeded, InvalidRequest, NotFound, Unavailable
-
-
-# ------------------------------------------------------------------ credit
-@given(st.lists(st.tuples(st.integers(1, 4000), st.booleans(), st.booleans()), max_size=200), st.integers(1, 8192))
-def test_credit_never_overruns_and_never_deadlocks(steps: list[tuple[int, bool, bool]], window: int) -> None:
-    """Whatever chunks and grants are lost or repeated, nothing is sent past the credit, and a resent grant opens the way again."""
-    send, take, now = SendWindow(), ReceiveWindow(window), 0.0
-    for wanted, lose_grant, repeat in steps:
-        grant = take.due(now)
-        if grant is not None and not lose_grant:
-            assert send.grant(grant) or grant == send.limit
-        size = send.take(wanted)
-        assert send.sent <= take.granted
-        if size:
-            assert take.accept(send.sent - size, size) == slice(0, size)
-            if repeat:
-                assert take.accept(send.sent - size, size) is None
-            take.consume(size)
-        now += 0.3
-    later = take.due(now + 1.0)  # each second it is said again, whatever was lost
-    assert later is not None
-    send.grant(later)
-    assert send.room > 0
-
-
-def test_a_gap_and_an_overrun_are_refused() -> None:
-    """A chunk beyond what was received or granted is an error that says where to go on."""
-    take = ReceiveWindow(100)
-    assert take.due(0.0) == 100
-    with pytest.raises(InvalidRequest) as caught:
-        take.accept(10, 5)
-    assert (caught.value.reason, caught.value.fix) == ("gap", "ask again from 0")
-    with pytest.raises(InvalidRequest) as caught:
-        take.accept(0, 101)
-    assert caught.value.reason == "overrun"
-    assert take.accept(0, 60) == slice(0, 60)
-    assert take.accept(40, 40) == slice(20, 40)
-    assert take.received == 80
-
-
-def test_old_grants_change_nothing() -> None:
-    """A grant that comes late or twice does not move the limit back."""
-    send = SendWindow()
-    assert send.grant(100)
-    assert not send.grant(100)
-    assert not send.grant(50)
-    assert send.take(1000) == 100
-    assert send.room == 0
 
 
 # ------------------------------------------------------------------ spool
