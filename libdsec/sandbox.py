@@ -42,7 +42,7 @@ T = TypeVar("T")
 
 WAITS = (1.0, 3.0, 10.0)  # seconds of the first long polls of an exec; short at first, so that a lost answer costs little
 GRACE = 30.0  # seconds after an exec's own deadline in which its result may still come
-BUSY_PATIENCE = 60.0  # seconds that a command waits for room on a node that is full
+BUSY_PATIENCE = 60.0  # seconds that a command waits for room on its node or in its sandbox, if its own time-out is not shorter
 LOST_AFTER = 5.0  # seconds of silence after which the Watcher's view is asked whether the node is lost
 PATIENCE = 120.0  # seconds of silence that an operation without a deadline bears
 INPUT_PIECE = 128 * 1024
@@ -352,7 +352,7 @@ class Sandbox:
             try:
                 reply = await self._request("exec", request, ExecReply, timeout=wait + 3.0, repeat=False)
             except Busy:
-                if loop.time() > heard + BUSY_PATIENCE:
+                if loop.time() > heard + min(BUSY_PATIENCE, BUSY_PATIENCE if limit is None else limit):
                     raise
                 await asyncio.sleep(pause * random.uniform(0.5, 1.0))
                 pause = min(pause * 2, LONGEST_PAUSE)
