@@ -21,6 +21,7 @@ from dsec.errors import DsecError
 from dsec.model import new_ulid
 
 log = structlog.get_logger("dsec.watcher")
+FIRST_BEATS = 2.0  # seconds in which every node that lives is heard (heartbeats come at 1 Hz)
 
 
 class Watcher:
@@ -37,10 +38,11 @@ class Watcher:
         self._away = False
         self._vanished = False
         self._n = 0
+        self._began = 0.0
         self._tasks: list[asyncio.Task[Any]] = []
 
     async def start(self) -> None:
-        now = asyncio.get_running_loop().time()
+        now = self._began = asyncio.get_running_loop().time()
         if self._fences is not None:
             async for edge, incarnation in self._fences.nodes():
                 self.cluster.expect(edge, incarnation, now)
@@ -96,10 +98,12 @@ class Watcher:
 
     def _tell(self) -> None:
         self._soon = None
-        if not self.bus.connected:
+        now = asyncio.get_running_loop().time()
+        # One that has heard nobody yet knows nothing, which is not to know that there is nobody.
+        if not self.bus.connected or (not self.cluster.nodes and now < self._began + FIRST_BEATS):
             return
         try:
-            self.bus.post(subjects.view(self.bus.unit), self.cluster.view(self.name, asyncio.get_running_loop().time()))
+            self.bus.post(subjects.view(self.bus.unit), self.cluster.view(self.name, now))
         except DsecError as error:
             log.warning("watcher.view_lost", error=str(error))
 

@@ -133,8 +133,9 @@ async def test_several_edges_and_schedulers(state_dir: Path) -> None:
     async with Cluster(state_dir, backends=("fake",), edges=("a", "b"), schedulers=2) as cluster, libdsec.connect(cluster.url) as dsec:
         handles = await dsec.create_many(SPEC, 30)
         assert len({sb.id for sb in handles}) == 30
-        view = await dsec.nodes()
-        assert {node.edge for node in view.nodes} == {"a", "b"}
+        async with asyncio.timeout(5):  # the Watcher may have begun after their first heartbeats
+            while {node.edge for node in (await dsec.nodes()).nodes} != {"a", "b"}:  # noqa: ASYNC110 - asks anew
+                await asyncio.sleep(0.1)
         pids = {child.pid: child.kind for child in cluster.children}
     await _gone(pids)
     assert {path.name for path in (state_dir / "edges").iterdir()} == {"a", "b"}
