@@ -1,4 +1,4 @@
-"""Sandboxes as containers: our overlay as root, our cgroups, an OCI runtime (crun, or runc) in between, Aether as PID 1.
+"""Sandboxes as containers: our overlay as root, our cgroups, a driver (`dsec.backends.driver`) in between, Aether as PID 1.
 
 Everything that a sandbox holds derives from its ulid: ``<state>/sandboxes/<ulid>/``, its socket, its cgroups, its place in the
 holder. So an Edge that restarts, with or without its holder, finds all of it by name. Mounts live only in the sandbox's own
@@ -19,19 +19,19 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol, TypeVar
 
-import aiofiles
 import msgspec
 import structlog
 
 from dsec import syscalls
 from dsec.backends import disk, runtime
 from dsec.backends.base import Capabilities, LaunchPlan, Undone
+from dsec.backends.driver import Driver, Site
 from dsec.backends.holder_client import HolderClient
 from dsec.backends.instance import ContainerInstance, End
-from dsec.backends.network import TOP, OpenNetwork
-from dsec.backends.pack import UPPER_FD, Shelf
+from dsec.backends.network import OpenNetwork
+from dsec.backends.oci import OciDriver
+from dsec.backends.pack import Shelf
 from dsec.backends.plan import MASKED, Node, memory_bytes
-from dsec.backends.render import GUEST_PATH, guest_options, render
 from dsec.config import NetworkConfig
 from dsec.errors import DsecError, NodeError, Unavailable
 from dsec.layers.mounts import LayerMount
@@ -44,7 +44,6 @@ T = TypeVar("T")
 
 EXIT_TIMEOUT = 10.0  # seconds from SIGKILL until the kernel has taken the sandbox apart
 READY_TIMEOUT = 15.0
-LAUNCH_TIMEOUT = 60.0  # of launcher and runtime together; they take 10 ms
 
 
 class Layers(Shelf, Protocol):
@@ -96,16 +95,14 @@ class ContainerBackend:
         self._breakers = ThreadPoolExecutor(8, "dsec-release")
         self._holder_lock = asyncio.Lock()
         self._closed = False
-        self._runtime = ""
-        self._root = self._prefix = ""
-        self._masked_directories: frozenset[str] = frozenset()
-        self._by_paths = False  # overlays by paths, not by descriptors: the holder knows what its kernel can
+        self.site = Site(self._holder, self.network)
+        self.driver: Driver
 
     # --- the node --------------------------------------------------------------------------------------------------
 
     async def open(self) -> None:
         opts = self.options
-        self._runtime = runtime.find_runtime(opts.runtime)
+        self.driver = OciDriver(self.site, opts.runtime)
         userns, why = opts.userns, "switched off in the configuration"
         if userns and syscalls.disabled("userns"):
             userns, why = False, "disabled by DSEC_DISABLE"
@@ -134,11 +131,11 @@ class ContainerBackend:
             missing["userns"] = why
             if self._cgroups.version == 2:
                 missing["devices"] = "without user namespaces cgroup v2 does not keep device nodes of a layer from being opened"
-        self._masked_directories = frozenset(path for path in MASKED if os.path.isdir(path))
+        self.site.masked_directories = frozenset(path for path in MASKED if os.path.isdir(path))
         modes, lacking = await asyncio.to_thread(disk.modes)
         missing |= lacking
-        self._mappable = await asyncio.to_thread(disk.mappable, opts.state_dir) if userns else frozenset()
-        await self.network.look(idmapped=not userns or "dir" in self._mappable)
+        self.site.mappable = await asyncio.to_thread(disk.mappable, opts.state_dir) if userns else frozenset()
+        await self.network.look(idmapped=not userns or "dir" in self.site.mappable)
         node = Node(
             edge=opts.edge,
             state_dir=opts.state_dir,
@@ -165,7 +162,7 @@ class ContainerBackend:
                     guest=self._guest,
                     launcher=self._launcher,
                     log=f"{self.options.state_dir}/holder.log",
-                    keep=(self.options.state_dir, self._run, self._runtime),
+                    keep=(self.options.state_dir, self._run, *filter(None, (self.driver.keep,))),
                     linger=self.options.holder_linger,
                 )
                 try:
@@ -177,7 +174,7 @@ class ContainerBackend:
             await self._holder.restore_kits()
             if self.options.remote:
                 await self._holder.request("loader")  # it takes a moment to start: before the first layer needs it
-            self._root, self._prefix, self._by_paths = hello["root"], hello["prefix"], hello["by_paths"]
+            self.site.root, self.site.prefix, self.site.by_paths = hello["root"], hello["prefix"], hello["by_paths"]
 
     async def close(self) -> None:
         self._closed = True
@@ -264,7 +261,7 @@ class ContainerBackend:
             try:
                 listener, procs = await self._in(self._makers, self._make, plan)
                 try:
-                    pid = await self._start(plan, listener, procs)
+                    pid = await self.driver.start(plan, listener, procs)
                 finally:
                     listener.close()
                 instance = self._instance(plan, pid)
@@ -272,49 +269,13 @@ class ContainerBackend:
                 return instance
             except BaseException as error:
                 self._instances.pop(plan.ulid, None)
-                detail = await self._runtime_log(plan) if not isinstance(error, asyncio.CancelledError) else ""
+                detail = await self.driver.detail(plan) if not isinstance(error, asyncio.CancelledError) else ""
                 await self.release(plan.ulid)
                 if isinstance(error, Exception):
                     raise Undone(f"launch failed: {error}{detail}", sandbox=plan.id, reason=getattr(error, "reason", "")) from error
                 raise
         finally:
             self._launching.discard(plan.ulid)
-
-    async def _start(self, plan: LaunchPlan, listener: socket.socket, procs: tuple[str, ...]) -> int:
-        box = plan.state_dir
-        argv = [*self._upper(plan)]
-        if plan.idmap is not None:
-            argv += ["-u", f"{plan.idmap.base}:{plan.idmap.count}", *(["-j"] if os.path.basename(self._runtime) == "crun" else [])]
-        if self._by_paths:
-            argv += ["-p", self._prefix]
-        if plan.idmap is not None and plan.disk_mode not in self._mappable:
-            argv.append("-o")
-        for path in procs:
-            argv += ["-g", path]
-        argv += ["--", self._runtime, "--root", f"{box}/runtime", "--log", f"{box}/runtime.log"]
-        if os.path.basename(self._runtime) == "crun":
-            argv += ["--cgroup-manager", "disabled"]
-        argv += ["run", "--detach", "--preserve-fds", "2", "--pid-file", f"{box}/pid", "--bundle", box, plan.ulid]
-        started = self._holder.request(
-            "launch",
-            fds=(listener.fileno(),),
-            ulid=plan.ulid,
-            lowers=[layer.digest for layer in plan.lowers],
-            top=f"{box}/{TOP}" if self.network.as_layer(plan) else "",
-            argv=argv,
-            env={"PATH": os.environ.get("PATH", "/usr/sbin:/usr/bin:/sbin:/bin")},
-            pidfile=f"{box}/pid",
-        )
-        try:
-            answer = await asyncio.wait_for(started, LAUNCH_TIMEOUT)
-        except TimeoutError as error:
-            raise NodeError(f"the runtime did not end within {LAUNCH_TIMEOUT} s", sandbox=plan.id, reason="runtime") from error
-        return int(answer["pid"])
-
-    def _upper(self, plan: LaunchPlan) -> tuple[str, str]:
-        if plan.disk_mode == "tmpfs":
-            return "-t", f"{plan.resources.disk}:{plan.resources.inodes}"
-        return ("-b" if plan.disk_mode == "loop" else "-d"), f"{plan.state_dir}/disk"
 
     def _make(self, plan: LaunchPlan) -> tuple[socket.socket, tuple[str, ...]]:
         """Everything on disk and in cgroupfs that the launch needs (in a thread). The listening socket is left in no tree."""
@@ -325,29 +286,7 @@ class ContainerBackend:
         elif plan.disk_mode == "loop":
             disk.make_ext4(f"{box}/disk", plan.resources.disk, plan.resources.inodes)
         self.network.write_layer(plan)
-        profile = seccomp.profile(plan.seccomp) if plan.seccomp else None
-        is_crun = os.path.basename(self._runtime) == "crun"
-        config = render(
-            plan,
-            root=self._root,
-            args=(
-                GUEST_PATH,
-                "--fd",
-                "3",
-                "--upper",
-                str(UPPER_FD),
-                *guest_options(plan),
-            ),
-            seccomp_blob=seccomp.compiled(profile) if profile is not None and is_crun else b"",
-            seccomp_oci=seccomp.to_oci(profile) if profile is not None and not is_crun else None,
-            nofile=runtime.nofile(),
-            cgroups_path="" if is_crun else f"/{plan.cgroup}",
-            empty=f"{self._prefix}0" if is_crun else "",  # runc allows no mount inside /proc
-            masked_directories=self._masked_directories,
-            join_userns=is_crun,
-        )
-        with open(f"{box}/config.json", "wb") as file:
-            file.write(msgspec.json.encode(config))
+        self.driver.make(plan)
         procs = self._cgroups.create(plan.ulid, Limits(memory=memory_bytes(plan), cpus=plan.resources.cpus, pids=plan.resources.pids))
         path = self.socket_path(plan.ulid)
         with contextlib.suppress(FileNotFoundError):
@@ -400,13 +339,6 @@ class ContainerBackend:
             asked.cancel()
             gone.cancel()
             await asyncio.gather(asked, gone, return_exceptions=True)
-
-    async def _runtime_log(self, plan: LaunchPlan) -> str:
-        with contextlib.suppress(OSError):
-            async with aiofiles.open(f"{plan.state_dir}/runtime.log", errors="replace") as file:
-                text = (await file.read()).strip()
-            return f": {text[-500:]}" if text else ""
-        return ""
 
     # --- life ------------------------------------------------------------------------------------------------------
 

@@ -193,7 +193,7 @@ async def test_kernel_tables_are_its_own(box: Any, yard: Yard) -> None:
     """What one sandbox takes of the kernel's inotify instances is missing neither to a neighbour nor to the node."""
     if box.plan.idmap is None:
         pytest.skip("; ".join(box.plan.degraded))
-    if os.path.basename(yard.backends[0]._runtime) != "crun":
+    if yard.backends[0].driver.name == "runc":
         pytest.skip("the runtime makes the user namespace itself")
     one = "import ctypes; libc = ctypes.CDLL(None); "
     other = await yard.backends[0].launch(yard.plan(yard.backends[0].node))

@@ -1,0 +1,63 @@
+"""What starts a container: the protocol of a driver, and what a driver is told of its node.
+
+A driver turns a `LaunchPlan` into a running Aether as PID 1 and does nothing else: cgroups, the listening socket, layers, network and
+release are the backend's. Every driver gets the same plan, and refuses one that it cannot enforce whole.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from typing import Protocol
+
+from dsec.backends.base import LaunchPlan
+from dsec.backends.holder_client import HolderClient
+from dsec.backends.network import OpenNetwork
+
+LAUNCH_TIMEOUT = 60.0  # seconds of a launch in the holder; it takes 10 ms
+
+
+class Site:
+    """What the backend found out about its node; filled while it opens, and again with each new holder."""
+
+    def __init__(self, holder: HolderClient, network: OpenNetwork) -> None:
+        self.holder = holder
+        self.network = network
+        self.root = self.prefix = ""  # where roots and layers are attached in the holder's namespace
+        self.by_paths = False  # overlays by paths, not by descriptors: the holder knows what its kernel can
+        self.masked_directories: frozenset[str] = frozenset()
+        self.mappable: frozenset[str] = frozenset()  # disk modes whose file system can be id-mapped
+
+
+class Driver(Protocol):
+    """One way to start containers."""
+
+    @property
+    def name(self) -> str:
+        """What doctor, heartbeat and benchmarks call it."""
+        ...
+
+    @property
+    def keep(self) -> str:
+        """A path that must stay visible in the holder's namespace; "" when there is none."""
+        ...
+
+    def make(self, plan: LaunchPlan) -> None:
+        """Write what a launch needs into the sandbox's directory, which exists (in a thread)."""
+        ...
+
+    async def start(self, plan: LaunchPlan, listener: socket.socket, groups: tuple[str, ...]) -> int:
+        """The pid of the sandbox's init on the node. ``groups``: the files by which it joins its cgroups, writing 0.
+
+        Raises `NodeError`; what was started is then found by the holder and by the cgroups.
+        """
+        ...
+
+    async def detail(self, plan: LaunchPlan) -> str:
+        """What the driver's own log says of a failed launch, or ""."""
+        ...
+
+
+def launch_env() -> dict[str, str]:
+    """The environment of what the holder starts for a launch: nothing of the Edge's but where programs are."""
+    return {"PATH": os.environ.get("PATH", "/usr/sbin:/usr/bin:/sbin:/bin")}
