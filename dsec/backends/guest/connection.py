@@ -1,0 +1,192 @@
+"""The connection below a link: opened when it is first used, closed when it has been idle, asked again where that is safe."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from typing import TypeVar
+from weakref import WeakKeyDictionary
+
+from dsec.backends.guest import wire
+from dsec.backends.guest.answers import guest_error
+from dsec.backends.guest.channel import Channel, ChannelLost, open_channel
+from dsec.errors import DeadlineExceeded, DsecError, SandboxError, Unavailable
+
+T = TypeVar("T")
+
+
+class _Reaper:
+    """Closes idle connections of one loop; its timer exists only while connections are open."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = loop
+        self.connections: set[Connection] = set()
+        self.timer: asyncio.TimerHandle | None = None
+
+    def add(self, connection: Connection) -> None:
+        self.connections.add(connection)
+        if self.timer is None:
+            self.timer = self.loop.call_later(min(connection.idle_seconds, 5.0), self.look)
+
+    def look(self) -> None:
+        self.timer = None
+        now = self.loop.time()
+        for connection in [connection for connection in self.connections if connection.idle_since(now)]:
+            connection.hang_up()
+        if self.connections:
+            soonest = min(connection.idle_seconds for connection in self.connections)
+            self.timer = self.loop.call_later(min(soonest, 5.0), self.look)
+
+    def drop(self, connection: Connection) -> None:
+        self.connections.discard(connection)
+        if not self.connections and self.timer is not None:
+            self.timer.cancel()
+            self.timer = None
+
+
+_reapers: WeakKeyDictionary[asyncio.AbstractEventLoop, _Reaper] = WeakKeyDictionary()
+
+
+class Connection:
+    """One way into one sandbox, however many channels that takes in its life. For the arguments see `Link`."""
+
+    def __init__(
+        self,
+        path: str,
+        *,
+        generation: int,
+        expect_pid: Callable[[], int] | int | None,
+        idle_seconds: float,
+        sandbox_id: str,
+        request_timeout: float,
+        defaults: Mapping[str, str] | None,
+    ) -> None:
+        self.path = path
+        self._defaults = defaults or {}  # what the guest takes for a field that an order leaves out: an error about it names the value
+        self.generation = generation
+        self.expect_pid = expect_pid
+        self.idle_seconds = idle_seconds
+        self.sandbox_id = sandbox_id
+        self.request_timeout = request_timeout
+        self._channel: Channel | None = None
+        self._connecting: asyncio.Task[Channel] | None = None
+        self._used = 0.0
+
+    async def close(self) -> None:
+        """Close the connection; the link stays usable and opens a new one when asked again."""
+        if self._connecting is not None:
+            self._connecting.cancel()
+            self._connecting = None
+        self.hang_up()
+
+    @property
+    def connected(self) -> bool:
+        return self._channel is not None
+
+    def idle_since(self, now: float) -> bool:
+        """Whether it may be closed at loop time ``now``."""
+        channel = self._channel
+        return channel is not None and not channel.busy and now - self._used >= self.idle_seconds
+
+    def hang_up(self) -> None:
+        channel, self._channel = self._channel, None
+        if channel is not None:
+            channel.close()
+
+    # ---- inside
+
+    async def _open(self) -> Channel:
+        channel = self._channel
+        if channel is not None and not channel.closed:
+            return channel
+        if self._connecting is None:
+            self._connecting = asyncio.create_task(self._connect())
+        task = self._connecting
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            current = asyncio.current_task()
+            if task.cancelled() and current is not None and not current.cancelling():
+                raise self._lost() from None  # closed while it was being opened
+            raise
+        finally:
+            if task.done() and self._connecting is task:
+                self._connecting = None
+
+    async def _connect(self) -> Channel:
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(self.request_timeout):
+                channel = await open_channel(self.path, self.generation, self.expect_pid, self.sandbox_id, self._on_lost)
+        except TimeoutError:
+            raise DeadlineExceeded("the guest does not answer", sandbox=self.sandbox_id) from None
+        except wire.WireError as error:
+            raise SandboxError(f"the guest answered against the protocol: {error}", sandbox=self.sandbox_id) from None
+        except ChannelLost as lost:
+            if lost.refusal is not None:
+                raise self._error(lost.refusal, {"generation": str(self.generation)}) from None
+            raise Unavailable("the guest closed the connection", sandbox=self.sandbox_id) from None
+        self._channel = channel
+        self._used = loop.time()
+        reaper = _reapers.get(loop)
+        if reaper is None:
+            reaper = _reapers[loop] = _Reaper(loop)
+        reaper.add(self)
+        return channel
+
+    def _on_lost(self, channel: Channel) -> None:
+        if self._channel is channel:
+            self._channel = None
+        reaper = _reapers.get(channel.loop)
+        if reaper is not None and self._channel is None:
+            reaper.drop(self)
+
+    async def _request(self, kind: wire.Type, body: bytes, values: dict[str, str], *, repeat: bool = False) -> object:
+        for attempt in range(3):
+            channel = await self._open()
+            future: asyncio.Future[object] = channel.loop.create_future()
+
+            def feed(kind: int, value: object, future: asyncio.Future[object] = future) -> bool:
+                if not future.done():
+                    future.set_result(value if kind else ChannelLost)
+                return True
+
+            request = channel.send(kind, body, feed)
+            try:
+                value = await self._answer(channel, request, future)
+            except ChannelLost:
+                if not repeat or attempt == 2:
+                    raise self._lost() from None
+                continue
+            if isinstance(value, wire.Error):
+                raise self._error(value, values)
+            return value
+        raise self._lost()
+
+    async def _answer(self, channel: Channel, request: int, future: asyncio.Future[object]) -> object:
+        try:
+            async with asyncio.timeout(self.request_timeout):
+                value = await future
+        except TimeoutError:
+            channel.forget(request)
+            raise DeadlineExceeded("the guest does not answer", sandbox=self.sandbox_id) from None
+        except asyncio.CancelledError:
+            channel.forget(request)
+            raise
+        self._used = channel.loop.time()
+        if value is ChannelLost or (value is None and channel.closed):
+            raise ChannelLost
+        return value
+
+    def _expect(self, value: object, cls: type[T], values: dict[str, str]) -> T:
+        if isinstance(value, wire.Error):
+            raise self._error(value, values)
+        if not isinstance(value, cls):
+            raise SandboxError("the guest answered with a frame of another kind", sandbox=self.sandbox_id)
+        return value
+
+    def _error(self, error: wire.Error, values: Mapping[str, str]) -> DsecError:
+        return guest_error(error, {**self._defaults, **{key: value for key, value in values.items() if value}}, self.sandbox_id)
+
+    def _lost(self) -> Unavailable:
+        return Unavailable("the connection to the guest broke", sandbox=self.sandbox_id)
