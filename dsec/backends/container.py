@@ -73,10 +73,12 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
 class ContainerBackend:
     """Implements `dsec.backends.base.Backend`. ``node`` (for `make_plan`) is known once `open` has returned."""
 
+    kind = "container"
+
     def __init__(self, options: Options, layers: Layers) -> None:
         self.options = options
         self.layers = layers
-        self.capabilities = Capabilities(name="container")
+        self.capabilities = Capabilities(name=self.kind)
         self.node: Node
         state = options.state_dir
         self._sandboxes = f"{state}/sandboxes"
@@ -102,7 +104,7 @@ class ContainerBackend:
 
     async def open(self) -> None:
         opts = self.options
-        self.driver = OciDriver(self.site, opts.runtime)
+        self.driver = self._make_driver()
         userns, why = opts.userns, "switched off in the configuration"
         if userns and syscalls.disabled("userns"):
             userns, why = False, "disabled by DSEC_DISABLE"
@@ -122,6 +124,9 @@ class ContainerBackend:
             await asyncio.shield(asyncio.to_thread(self._cgroups.close))
             raise
 
+    def _make_driver(self) -> Driver:
+        return OciDriver(self.site, self.options.runtime)
+
     async def _equip(self, opts: Options, root: str, userns: bool, why: str) -> None:
         """Programs, holder, and what this node can do."""
         self._launcher, self._guest = await asyncio.to_thread(runtime.programs, opts.launcher, opts.guest)
@@ -140,12 +145,13 @@ class ContainerBackend:
             edge=opts.edge,
             state_dir=opts.state_dir,
             cgroup_root=root,
+            backends=(self.kind,),
             userns=userns,
             userns_missing=why,
             disk_modes=modes,
             seccomp=seccomp.available(),
         )
-        able = Capabilities(name="container", pause=True, pack_diff=True, tty=True, userns=userns, disk_limit=True, missing=missing)
+        able = Capabilities(name=self.kind, pause=True, pack_diff=True, tty=True, userns=userns, disk_limit=True, missing=missing)
         self.node, self.capabilities = self.network.told(node, able)
 
     def _make_directories(self) -> None:
@@ -486,6 +492,7 @@ class ContainerBackend:
         found = set(await self._holder.listing())
         found |= await self._in(self._breakers, self._cgroups.names)
         found |= set(await self._in(self._breakers, os.listdir, self._sandboxes))
+        found |= await self._named_elsewhere()
         found |= await self.network.strays(known | self._launching | self._instances.keys())
         strays = sorted(found - known - self._launching - self._instances.keys())
         results = await asyncio.gather(*(self.release(ulid) for ulid in strays), return_exceptions=True)
@@ -493,6 +500,10 @@ class ContainerBackend:
             if isinstance(result, BaseException) and not isinstance(result, DsecError):
                 raise result
         return tuple(ulid for ulid, result in zip(strays, results, strict=True) if result is None)
+
+    async def _named_elsewhere(self) -> set[str]:
+        """Sandboxes of this Edge that something beside the node's kernel and the holder knows."""
+        return set()
 
     def _on_layer(self, news: dict[str, Any]) -> None:
         self.on_layer(news)

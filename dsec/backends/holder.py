@@ -260,6 +260,16 @@ class Holder(OnDemand):
         except OSError:
             return -1
 
+    def op_lend(self, call: Call) -> dict[str, Any]:
+        """Numbers of the descriptors that a launch needs, for one that is not our child: Docker's shim starts it (wrapper/oci.c)."""
+        if call["ulid"] in self.sandboxes or call["ulid"] in self.exits:
+            raise Refused(f"{call['ulid']} was launched already")
+        missing = [key for key in call["lowers"] if key not in self.layers]
+        if missing:
+            raise Refused(f"layers are not mounted: {', '.join(missing)}")
+        layers = [self.layers[key] for key in (GUEST_LAYER, *call["lowers"])]
+        return {"pid": os.getpid(), "layers": layers, "program": self._program(call["runtime"]), "launcher": self.launcher}
+
     def op_find(self, call: Call) -> dict[str, Any]:
         """As `list` for one: ``found`` is null for what was never launched or is forgotten."""
         box = self.sandboxes.get(call["ulid"])

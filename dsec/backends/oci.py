@@ -12,7 +12,7 @@ import msgspec
 
 from dsec.backends import runtime
 from dsec.backends.base import LaunchPlan
-from dsec.backends.driver import LAUNCH_TIMEOUT, Site, launch_env
+from dsec.backends.driver import LAUNCH_TIMEOUT, Site, launch_env, upper_path
 from dsec.backends.network import TOP
 from dsec.backends.pack import UPPER_FD
 from dsec.backends.render import GUEST_PATH, guest_options, render
@@ -46,8 +46,8 @@ class OciDriver:
         with open(f"{plan.state_dir}/config.json", "wb") as file:
             file.write(msgspec.json.encode(config))
 
-    async def start(self, plan: LaunchPlan, listener: socket.socket, groups: tuple[str, ...]) -> int:
-        box = plan.state_dir
+    def options(self, plan: LaunchPlan, groups: tuple[str, ...]) -> list[str]:
+        """What the launcher (launch.c) is told besides its layers and where the root is."""
         argv = [*_upper(plan)]
         if plan.idmap is not None:
             argv += ["-u", f"{plan.idmap.base}:{plan.idmap.count}", *(["-j"] if self._is_crun else [])]
@@ -57,6 +57,11 @@ class OciDriver:
             argv.append("-o")
         for path in groups:
             argv += ["-g", path]
+        return argv
+
+    async def start(self, plan: LaunchPlan, listener: socket.socket, groups: tuple[str, ...]) -> int:
+        box = plan.state_dir
+        argv = self.options(plan, groups)
         argv += ["--", self.keep, "--root", f"{box}/runtime", "--log", f"{box}/runtime.log"]
         if self._is_crun:
             argv += ["--cgroup-manager", "disabled"]
@@ -85,7 +90,7 @@ class OciDriver:
         return ""
 
 
-def _upper(plan: LaunchPlan) -> tuple[str, str]:
+def _upper(plan: LaunchPlan) -> tuple[str, ...]:
     if plan.disk_mode == "tmpfs":
-        return "-t", f"{plan.resources.disk}:{plan.resources.inodes}"
-    return ("-b" if plan.disk_mode == "loop" else "-d"), f"{plan.state_dir}/disk"
+        return "-v", "-t", f"{plan.resources.disk}:{plan.resources.inodes}"
+    return "-v", ("-b" if plan.disk_mode == "loop" else "-d"), upper_path(plan)

@@ -30,6 +30,7 @@ ARCHES = ("x86_64", "aarch64")
 PROGRAMS: dict[str, str] = {
     "aether": "src",
     "launcher": "../launcher",
+    "oci": "../wrapper",
 }
 FLAGS = (
     *("-std=gnu11", "-Os", "-static", "-s"),
