@@ -61,3 +61,12 @@ class Driver(Protocol):
 def launch_env() -> dict[str, str]:
     """The environment of what the holder starts for a launch: nothing of the Edge's but where programs are."""
     return {"PATH": os.environ.get("PATH", "/usr/sbin:/usr/bin:/sbin:/bin")}
+
+
+def upper_path(plan: LaunchPlan) -> str:
+    """Where the upper of a plan that has one on a disk is, in the holder's namespace: a directory (``dir``, ``quota``, ``btrfs``: bound
+    as it is) or an ext4 image (``loop``). The overlay on it is volatile: an upper is never mounted twice, and without that the end of
+    each sandbox would wait until its whole file system, which others share, is synced."""
+    if plan.disk_mode == "btrfs":
+        return f"{os.path.dirname(os.path.dirname(plan.state_dir))}/disks/{plan.ulid}"
+    return f"{plan.state_dir}/disk"
