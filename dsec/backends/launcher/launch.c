@@ -125,8 +125,12 @@ int launch_main(int argc, char **argv) {
         lowers[lower_count++] = clone_mount(FIRST_LOWER + i, "", userns);
         close(FIRST_LOWER + i);
     }
-    int upper = size ? make_tmpfs(size, inodes, userns) : device ? open_ext4(device, userns) : open_upper_directory(directory, userns);
-    int overlay = prefix ? -1 : overlay_by_descriptors(upper, base, is_volatile);
+    struct upper wanted = {
+        .kind = size ? UPPER_TMPFS : device ? UPPER_LOOP : UPPER_DIRECTORY, .size = size, .inodes = inodes,
+        .path = device ? device : directory, .owned_by = own ? base : 0,
+    };
+    int upper = make_upper(&wanted, userns);
+    int overlay = prefix ? -1 : overlay_by_descriptors(lowers, lower_count, upper, base, is_volatile);
     int kept = prefix ? -1 : keep_upper(upper);
 
     if (unshare(CLONE_NEWNS)) fail("unshare the mount namespace");

@@ -1,0 +1,133 @@
+/* What the files of the launcher share. Two programs in one static binary:
+ *
+ *   launcher [options] -- runtime ...     builds one root and becomes an OCI runtime (launch.c)
+ *   launcher zygote                       stays, and starts a sandbox for each frame that it is sent (zygote.c)
+ *
+ * frame.c is pure and fuzzed; root.c makes user namespaces, uppers and overlays; child.c is what happens inside the new
+ * namespaces; confine.c is what is taken away before the agent is executed. */
+#pragma once
+#define _GNU_SOURCE
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+/* Numbers are the same on every architecture since Linux 5.1. */
+#define SYS_OPEN_TREE 428
+#define SYS_MOVE_MOUNT 429
+#define SYS_FSOPEN 430
+#define SYS_FSCONFIG 431
+#define SYS_FSMOUNT 432
+#define SYS_CLONE3 435
+#define SYS_CLOSE_RANGE 436
+#define SYS_MOUNT_SETATTR 442
+
+enum { CONFIG_FLAG = 0, CONFIG_STRING = 1, CONFIG_FD = 5, CONFIG_CREATE = 6 };
+enum { CLOEXEC_FS = 1, TREE_CLONE = 1, MOVE_FROM_EMPTY = 4 };
+enum { ATTR_RDONLY = 1, ATTR_NOSUID = 2, ATTR_NODEV = 4, ATTR_NOEXEC = 8, ATTR_IDMAP = 0x100000 };
+enum { MAX_LOWERS = 500, MAX_GROUPS = 16 };
+
+struct attributes {
+    uint64_t set, clear, propagation, userns;
+};
+
+/* --- fail.c: every failure goes through one door, which differs by process: a status pipe, a jump back, a pipe to the zygote. */
+
+extern void (*on_failure)(int error, const char *text); /* does not return */
+__attribute__((noreturn, format(printf, 1, 2))) void fail(const char *format, ...);
+/* The kernel explains a failed fsconfig on the context's descriptor, better than errno does. */
+__attribute__((noreturn)) void fail_fs(int context, const char *what);
+void write_file(const char *path, const char *text);
+
+/* --- root.c */
+
+struct upper {
+    enum { UPPER_TMPFS = 1, UPPER_DIRECTORY, UPPER_LOOP } kind;
+    const char *size, *inodes; /* tmpfs: decimal numbers */
+    const char *path;          /* directory, or image */
+    uint32_t owned_by;         /* not 0: its directories get this owner on disk instead of an id map */
+};
+
+int configure(int context, int command, const char *key, const void *value, int aux);
+int make_userns(uint32_t base, uint32_t count);
+/* A private copy of a mount; `path` is relative to `fd`, or empty for the mount itself. */
+int clone_mount(int fd, const char *path, int userns);
+int make_upper(const struct upper *upper, int userns);
+int overlay_by_descriptors(const int *lowers, int count, int upper, uint32_t mounter, bool is_volatile);
+/* The upper's directory for whoever packs it later. The overlay has a private copy of the mount, which stays writable. */
+int keep_upper(int upper);
+/* Act with these file-system ids, but with all capabilities. */
+void act_as(uint32_t id);
+
+/* --- frame.c */
+
+enum { FRAME_MAGIC = 0x314c5344, FRAME_VERSION = 1, MAX_FRAME = 2 << 20 };
+enum { MAX_ARGS = 64, MAX_ENV = 131072, MAX_MOUNTS = 32, MAX_PATHS = 64, MAX_RLIMITS = 16, MAX_NODES = 16, MAX_LINKS = 16, MAX_FILTER = 4096 };
+
+enum tag {
+    TAG_LOWERS = 1, /* u32: how many descriptors of layers come along */
+    TAG_IDS,        /* u32 base, u32 count; without it there is no user namespace */
+    TAG_UPPER,      /* u32 kind, u32 owned_by, then size NUL inodes NUL path NUL */
+    TAG_NAMESPACES, /* u32: CLONE_NEW* */
+    TAG_HOSTNAME,   /* text NUL */
+    TAG_ARGV,       /* texts */
+    TAG_ENV,        /* texts */
+    TAG_MOUNT,      /* u32 MS_* flags, u32 0, then fstype NUL source NUL target NUL data NUL; may be repeated */
+    TAG_NODES,      /* texts: devices bound below /dev */
+    TAG_LINKS,      /* texts in pairs: target, path; made where nothing is */
+    TAG_MASKED,     /* texts */
+    TAG_READONLY,   /* texts */
+    TAG_GROUPS,     /* texts: files to write 0 to */
+    TAG_GROUP2,     /* text NUL: a cgroup v2 directory to be born in */
+    TAG_RLIMIT,     /* u32 resource, u32 0, u64 soft, u64 hard; may be repeated */
+    TAG_CAPS,       /* u64 */
+    TAG_NO_NEW_PRIVS, /* u32 0 or 1 */
+    TAG_SECCOMP,    /* instructions of 8 bytes; without it there is no filter */
+    TAG_OOM,        /* i32 oom_score_adj */
+    TAG_END
+};
+
+struct mount_order {
+    uint32_t flags;
+    const char *fstype, *source, *target, *data;
+};
+struct rlimit_order {
+    uint32_t resource;
+    uint64_t soft, hard;
+};
+struct order {
+    uint32_t lowers, base, count, namespaces, no_new_privs;
+    int32_t oom;
+    uint64_t caps;
+    struct upper upper;
+    const char *hostname, *group2;
+    const char *argv[MAX_ARGS + 1];
+    const char **env; /* of MAX_ENV + 1 */
+    struct mount_order mounts[MAX_MOUNTS];
+    struct rlimit_order rlimits[MAX_RLIMITS];
+    const char *nodes[MAX_NODES], *links[2 * MAX_LINKS], *masked[MAX_PATHS], *readonly[MAX_PATHS], *groups[MAX_GROUPS];
+    int argc, envc, mount_count, rlimit_count, node_count, link_count, masked_count, readonly_count, group_count;
+    const uint8_t *filter; /* 8-byte instructions, not aligned */
+    int filter_length;
+    bool has_ids, has_oom;
+};
+
+/* Reads a frame; what `order` points to is in `data`, which must live as long. False, with the field's name and what is wrong
+ * with it, for whatever is unknown, too large, missing, twice there or cut. */
+bool parse_order(const uint8_t *data, size_t size, const char **env, struct order *order, const char **field, const char **why);
+
+/* --- child.c, confine.c */
+
+struct prepared {
+    const struct order *order;
+    int overlay, upper, listener, userns, empty_namespace, empty_directory;
+    const int *nodes;  /* a detached mount for each of the order's nodes */
+    const int *groups; /* open files */
+};
+
+__attribute__((noreturn)) void become_sandbox(const struct prepared *prepared);
+void take_away(const struct order *order);
+
+/* --- the two programs */
+
+int launch_main(int argc, char **argv);
+int zygote_main(void);

@@ -1,0 +1,3 @@
+#include "launcher.h"
+
+int zygote_main(void) { return 2; }
