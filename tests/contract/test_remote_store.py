@@ -1,4 +1,4 @@
-"""What every remote layer store owes, whether it is a directory or a web server that is read only."""
+"""What every remote layer store owes, whether it is a directory, S3, or a web server that is read only."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
+import obstore
 import pytest
 
 from dsec.errors import InvalidRequest, NodeError, NotFound, Unavailable, Unsupported
@@ -19,26 +20,60 @@ from dsec.layers.manifest import CHUNK
 from dsec.layers.remote import RemoteStore
 from dsec.layers.store import LayerConfig, LayerInfo
 from tests.layer_box import Server
+from tests.s3_box import REGION, S3, server
 
 
 class Place:
-    """A directory that is written to, and the same seen as the store under test."""
+    """A store that is written to, and the same seen as the store under test. ``kind``: directory, http, s3."""
 
-    def __init__(self, root: Path, over_http: bool) -> None:
-        self.root = root
-        self.writer = RemoteStore(str(root), make=True)
+    def __init__(self, root: Path, kind: str, s3: S3 | None = None) -> None:
         self.server = Server(root)
-        self.reader = RemoteStore(self.server.url, timeout=1.0) if over_http else RemoteStore(f"file://{root}")
+        if s3 is None:
+            self.writer = RemoteStore(str(root), make=True)
+            self.reader = RemoteStore(self.server.url, timeout=1.0) if kind == "http" else RemoteStore(f"file://{root}")
+        else:
+            url = f"s3://{s3.bucket()}/some/where?endpoint={s3.url}&region={REGION}"
+            self.writer, self.reader = RemoteStore(url), RemoteStore(url)
 
-    def at(self, digest: str, part: str) -> Path:
-        return self.root / "layers" / digest.removeprefix("sha256:") / part
+    def read(self, digest: str, part: str) -> bytes:
+        """An object as it lies there."""
+        return bytes(obstore.get(self.writer._store, f"layers/{digest.removeprefix('sha256:')}/{part}").bytes())
+
+    def write(self, digest: str, part: str, data: bytes) -> None:
+        """Something else in its place."""
+        obstore.put(self.writer._store, f"layers/{digest.removeprefix('sha256:')}/{part}", data)
+
+    def remove(self, digest: str, part: str) -> None:
+        obstore.delete(self.writer._store, f"layers/{digest.removeprefix('sha256:')}/{part}")
 
 
-@pytest.fixture(params=["directory", "http"])
-async def place(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Place]:
-    made = Place(tmp_path / "remote", request.param == "http")
+@pytest.fixture(scope="module")
+def s3() -> Iterator[S3]:
+    with server() as made:
+        yield made
+
+
+@pytest.fixture(params=["directory", "http", "s3"])
+async def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Place]:
+    made = open_place(request, tmp_path, monkeypatch)
     yield made
     made.server.close()
+
+
+@pytest.fixture(params=["directory", "s3"])
+async def writable(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Place]:
+    made = open_place(request, tmp_path, monkeypatch)
+    yield made
+    made.server.close()
+
+
+def open_place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
+    if request.param != "s3":
+        return Place(tmp_path / "remote", request.param)
+    s3: S3 = request.getfixturevalue("s3")
+    for key, value in s3.environ().items():
+        monkeypatch.setenv(key, value)
+    return Place(tmp_path / "remote", "s3", s3)
 
 
 @pytest.fixture
@@ -83,7 +118,7 @@ async def test_what_was_put_is_read_back_checked(place: Place, layer: tuple[Path
 async def test_what_is_not_there_is_not_found(place: Place, layer: tuple[Path, Path, bytes]) -> None:
     """An unknown digest, an unknown name, and a layer whose upload has not ended."""
     digest = await put(place, layer)
-    place.at(digest, "info.json").unlink()
+    place.remove(digest, "info.json")
     assert not await place.reader.has(digest)
     for name in (digest, "nobody@1", "sha256:" + "0" * 64):
         with pytest.raises(NotFound):
@@ -96,11 +131,10 @@ async def test_what_is_not_there_is_not_found(place: Place, layer: tuple[Path, P
 async def test_an_altered_object_is_found(place: Place, layer: tuple[Path, Path, bytes], part: str) -> None:
     """One changed byte in manifest or metadata, or a byte too few."""
     digest = await put(place, layer)
-    path = place.at(digest, part)
-    right = path.read_bytes()
+    right = place.read(digest, part)
     known = manifest.decode(layer[2], digest)
     for wrong in (right[:50] + bytes([right[50] ^ 1]) + right[51:], right[:-1]):
-        path.write_bytes(wrong)
+        place.write(digest, part, wrong)
         with pytest.raises(NodeError, match="altered"):
             await (place.reader.manifest(digest) if part == "manifest" else place.reader.meta(digest, known))
 
@@ -129,30 +163,27 @@ async def test_names_have_a_history(place: Place, layer: tuple[Path, Path, bytes
         await place.writer.tag("base", "sha256:" + "0" * 64)
 
 
-async def test_gc_takes_only_what_nobody_wants(tmp_path: Path) -> None:
+async def test_gc_takes_only_what_nobody_wants(writable: Place, tmp_path: Path) -> None:
     """Named, pinned, kept and young layers stay, and the ancestors of what stays; the rest and broken uploads go."""
-    place = Place(tmp_path / "remote", False)
-    try:
-        digests = [await put(place, make_layer(tmp_path, seed)) for seed in range(5)]
-        named, pinned, kept, parent, loose = digests
-        meta, data, known = make_layer(tmp_path, 9)
-        await place.writer.put(known, meta, data, INFO.__class__(digest="", stored="split", size=1, parents=(parent,)))
-        await place.writer.tag("child", manifest.digest(known))
-        await place.writer.tag("named", named)
-        await place.writer.pin(pinned, "job/1")
-        assert await place.writer.pins() == {pinned: ("job/1",)}
-        assert (await place.writer.gc(keep=[kept])).digests == ()  # all are young
-        assert (await place.writer.gc(keep=[kept], grace=-1)).digests == (loose,)
-        assert {info.digest for info in await place.writer.list()} == {*digests[:4], manifest.digest(known)}
-        await place.writer.unpin(pinned, "job/1")
-        assert set((await place.writer.gc(grace=-1)).digests) == {pinned, kept}
-    finally:
-        place.server.close()
+    place = writable
+    digests = [await put(place, make_layer(tmp_path, seed)) for seed in range(5)]
+    named, pinned, kept, parent, loose = digests
+    meta, data, known = make_layer(tmp_path, 9)
+    await place.writer.put(known, meta, data, INFO.__class__(digest="", stored="split", size=1, parents=(parent,)))
+    await place.writer.tag("child", manifest.digest(known))
+    await place.writer.tag("named", named)
+    await place.writer.pin(pinned, "job/1")
+    assert await place.writer.pins() == {pinned: ("job/1",)}
+    assert (await place.writer.gc(keep=[kept])).digests == ()  # all are young
+    assert (await place.writer.gc(keep=[kept], grace=-1)).digests == (loose,)
+    assert {info.digest for info in await place.writer.list()} == {*digests[:4], manifest.digest(known)}
+    await place.writer.unpin(pinned, "job/1")
+    assert set((await place.writer.gc(grace=-1)).digests) == {pinned, kept}
 
 
 async def test_over_http_nothing_is_written_or_listed(tmp_path: Path, layer: tuple[Path, Path, bytes]) -> None:
     """It says so instead of failing in the middle."""
-    place = Place(tmp_path / "remote", True)
+    place = Place(tmp_path / "remote", "http")
     try:
         digest = await put(place, layer)
         for work in (place.reader.put(layer[2], *layer[:2], INFO), place.reader.pin(digest, "x"), place.reader.list()):
