@@ -96,6 +96,26 @@ class ContainerConfig(Room, frozen=True):
     userns: Annotated[bool, Meta(description="user namespaces for all sandboxes")] = True
 
 
+class DockerConfig(Room, frozen=True):
+    host: Annotated[str, Meta(description="the daemon's socket, unix:///path")] = "unix:///var/run/docker.sock"
+    runtime: Annotated[str, Meta(description="name under which `dockerd --add-runtime` knows DSec's wrapper")] = "dsec"
+
+
+class PauseConfig(Room, frozen=True):
+    swap: Annotated[
+        str,
+        Meta(
+            pattern="^(off|node|zram|file)$",
+            description="where paused memory goes: off = it stays, node = what the machine swaps to, zram | file = swap of the Edge's own",
+        ),
+    ] = "node"
+    swap_bytes: Annotated[int, Meta(ge=0, description="size of that zram device or file; 0 = as the node's memory")] = 0
+    swap_file: Annotated[str, Meta(description="that file; empty = <edge.state_dir>/swap")] = ""
+    prefetch: Annotated[bool, Meta(description="a resumed sandbox's memory is read back behind it; false = as it is touched")] = True
+    parallel: Annotated[int, Meta(ge=0, le=1_000, description="threads that send memory to swap; 0 = one a core")] = 0
+    quiesce_ms: Annotated[int, Meta(ge=0, le=60_000, description="how long a pause waits for requests that are being answered")] = 1_000
+
+
 class NetworkConfig(Room, frozen=True):
     ipv4_range: Annotated[str, Meta(description="private addresses of open sandboxes; each Edge takes a free block")] = "10.208.0.0/12"
     ipv4_block: Annotated[int, Meta(ge=8, le=29, description="prefix length of an Edge's block; /18 has room for 16,381 sandboxes")] = 18
@@ -142,6 +162,8 @@ class Config(Room, frozen=True):
     edge: EdgeConfig = EdgeConfig()
     fake: FakeConfig = FakeConfig()
     container: ContainerConfig = ContainerConfig()
+    docker: DockerConfig = DockerConfig()
+    pause: PauseConfig = PauseConfig()
     network: NetworkConfig = NetworkConfig()
     layers: LayersConfig = LayersConfig()
     up: UpConfig = UpConfig()

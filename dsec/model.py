@@ -197,6 +197,17 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     disk: int = 0
 
 
+class Paused(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What a pause gave back. ``released``: bytes of memory that the node has more, what compressed swap takes for them subtracted;
+    0 where a pause only freezes, and then ``note`` says why."""
+
+    released: int = 0
+    swapped: int = 0  # bytes of the sandbox that lie in swap
+    freeze_ms: float = 0.0
+    reclaim_ms: float = 0.0
+    note: str = ""
+
+
 class SandboxInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A sandbox as `list` and `info` show it."""
 
@@ -219,6 +230,7 @@ class SandboxInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     command: tuple[str, ...] = ()  # what its image runs when nothing else is asked for: ENTRYPOINT and CMD
     addresses: tuple[str, ...] = ()  # its own, with network="open"; nobody reaches it there
     lease: str = ""
+    paused: Paused | None = None  # of one that is paused: what that gave back
 
 
 class Stat(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -87,6 +87,12 @@ PR_SET_NAME = 15
 PR_SET_CHILD_SUBREAPER = 36
 PR_SET_NO_NEW_PRIVS = 38
 
+# process_madvise(2), swapon(2)
+MADV_WILLNEED = 3
+MADV_PAGEOUT = 21
+SWAP_FLAG_PREFER = 0x8000
+SWAP_FLAG_PRIO_MASK = 0x7FFF
+
 _CAPABILITY_VERSION_3 = 0x20080522  # linux/capability.h
 
 # openat2(2)
@@ -105,7 +111,9 @@ _NR = {
     "fsconfig": 431,
     "fsmount": 432,
     "openat2": 437,
+    "process_madvise": 440,
     "mount_setattr": 442,
+    "quotactl_fd": 443,
     "landlock_create_ruleset": 444,
 }
 _ARCHES = ("x86_64", "aarch64")
@@ -116,6 +124,10 @@ _libc.mount.argtypes = (ctypes.c_char_p, ctypes.c_char_p, ctypes.c_char_p, ctype
 _libc.umount2.argtypes = (ctypes.c_char_p, ctypes.c_int)
 _libc.prctl.argtypes = (ctypes.c_int, ctypes.c_ulong, ctypes.c_ulong, ctypes.c_ulong, ctypes.c_ulong)
 _libc.clone.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p)
+
+
+class _IoVec(ctypes.Structure):
+    _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
 
 
 class _MountAttr(ctypes.Structure):
@@ -323,6 +335,36 @@ def waitid(pidfd: int, *, block: bool = False, keep: bool = False) -> tuple[int,
     if found is None:
         return None
     return (found.si_status, 0) if found.si_code == os.CLD_EXITED else (-1, found.si_status)
+
+
+def process_madvise(pidfd: int, ranges: Sequence[tuple[int, int]], advice: int) -> int:
+    """Advise on another process's memory, ``(address, length)`` each, 1,024 ranges at most; the bytes that were advised, which are
+    fewer when a range is not mapped any more. Needs ptrace access to the process and CAP_SYS_NICE."""
+    vector = (_IoVec * len(ranges))(*(_IoVec(base, length) for base, length in ranges))
+    return _syscall("process_madvise", pidfd, vector, len(ranges), advice, 0)
+
+
+# --- swap ------------------------------------------------------------------------------------------------------------
+
+
+def swapon(path: str, priority: int) -> None:
+    """Begin to swap to a device or file that bears a swap signature; 0 to 32767, the highest is filled first."""
+    if _libc.swapon(os.fsencode(path), SWAP_FLAG_PREFER | (priority & SWAP_FLAG_PRIO_MASK)) < 0:
+        raise oserror("swapon", path)
+
+
+def swapoff(path: str) -> None:
+    """Stop swapping to it; all that lies there is read back first, so it may take long."""
+    if _libc.swapoff(os.fsencode(path)) < 0:
+        raise oserror("swapoff", path)
+
+
+# --- attributes of this process --------------------------------------------------------------------------------------
+
+
+def quotactl_fd(fd: int, command: int, number: int, address: bytearray) -> None:
+    """quotactl(2) for the file system that ``fd`` is on (Linux 5.14); ``command`` as QCMD makes it, ``address`` is read or written."""
+    _syscall("quotactl_fd", fd, command, number, (ctypes.c_char * len(address)).from_buffer(address))
 
 
 def prctl(option: int, arg2: int = 0, arg3: int = 0, arg4: int = 0, arg5: int = 0) -> int:

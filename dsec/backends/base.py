@@ -16,7 +16,7 @@ from typing import Protocol, runtime_checkable
 import msgspec
 
 from dsec.errors import NodeError
-from dsec.model import ExecSpec, Exit, FileReply, FileRequest, ImageConfig, LayerRef, OpStatus, PackedLayer, Qos, Resources, Usage
+from dsec.model import ExecSpec, Exit, FileReply, FileRequest, ImageConfig, LayerRef, OpStatus, PackedLayer, Paused, Qos, Resources, Usage
 from dsec.security.network import Wiring
 
 
@@ -171,9 +171,15 @@ class Instance(Protocol):
         """``call`` gets what `wait` returns, once, on this loop: so that an idle sandbox needs no task that waits for its end."""
         ...
 
-    async def pause(self) -> None: ...
+    async def pause(self, reclaim: bool = True, /) -> Paused:
+        """Stop every process; with ``reclaim`` its memory goes to the node's swap as far as there is some. Again: what is left of that.
 
-    async def resume(self) -> None: ...
+        Raises `Undone` (it runs)."""
+        ...
+
+    async def resume(self) -> None:
+        """Let it go on; it answers as soon as this returns, and its memory comes back behind. Raises `Undone` (it stands still)."""
+        ...
 
     async def usage(self) -> Usage: ...
 

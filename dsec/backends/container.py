@@ -31,8 +31,9 @@ from dsec.backends.instance import ContainerInstance, End
 from dsec.backends.network import OpenNetwork
 from dsec.backends.oci import OciDriver
 from dsec.backends.pack import Shelf
+from dsec.backends.pause import Pauser
 from dsec.backends.plan import MASKED, Node, memory_bytes
-from dsec.config import NetworkConfig
+from dsec.config import NetworkConfig, PauseConfig
 from dsec.errors import DsecError, NodeError, Unavailable
 from dsec.layers.mounts import LayerMount
 from dsec.model import Exit, ExitReason, Usage
@@ -67,6 +68,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     guest: str = ""
     holder_linger: float = 30.0
     network: NetworkConfig = NetworkConfig()
+    pause: PauseConfig = PauseConfig()
     bus: tuple[tuple[str, int], ...] = ()  # addresses and ports that no sandbox may reach
 
 
@@ -99,6 +101,7 @@ class ContainerBackend:
         self._closed = False
         self.site = Site(self._holder, self.network)
         self.driver: Driver
+        self.pauser: Pauser
 
     # --- the node --------------------------------------------------------------------------------------------------
 
@@ -115,12 +118,15 @@ class ContainerBackend:
         self._cgroups = Cgroups(f"{root}/{opts.edge}", await asyncio.to_thread(detect), devices=not userns)
         await asyncio.to_thread(self._make_directories)
         await asyncio.to_thread(self._cgroups.open, opts.memory)
+        self.pauser = Pauser(self._cgroups, opts.pause, opts.state_dir)
         try:
+            await self.pauser.open()
             await self._equip(opts, root, userns, why)
         except BaseException:
             # Nothing half-made: the holder ends by itself, and groups that hold no sandbox of an earlier Edge are removed.
             self._closed = True
             self._holder.close()
+            await self.pauser.close()
             await asyncio.shield(asyncio.to_thread(self._cgroups.close))
             raise
 
@@ -132,6 +138,8 @@ class ContainerBackend:
         self._launcher, self._guest = await asyncio.to_thread(runtime.programs, opts.launcher, opts.guest)
         await self._ensure_holder()
         missing: dict[str, str] = {"snapshot": "not built yet", "fork": "not built yet"}
+        if self.pauser.missing:
+            missing["reclaim"] = self.pauser.missing
         if not userns:
             missing["userns"] = why
             if self._cgroups.version == 2:
@@ -189,6 +197,7 @@ class ContainerBackend:
         if self._tasks:
             await asyncio.wait(list(self._tasks))
         await self.network.close()
+        await self.pauser.close()
         self._holder.close()
         self._makers.shutdown(wait=False)
         self._breakers.shutdown(wait=False)
@@ -201,6 +210,7 @@ class ContainerBackend:
                 await self._holder.request("quit", force=False)
         await self.network.shutdown()
         await self.close()
+        await self.pauser.give_back()
         await asyncio.to_thread(self._cgroups.close)
 
     # --- launch ----------------------------------------------------------------------------------------------------
@@ -347,14 +357,6 @@ class ContainerBackend:
             await asyncio.gather(asked, gone, return_exceptions=True)
 
     # --- life ------------------------------------------------------------------------------------------------------
-
-    async def freeze(self, ulid: str, on: bool) -> None:
-        try:
-            await self._in(self._breakers, self._cgroups.freeze, ulid, on)
-        except OSError as error:
-            raise Undone(f"freezer: {error}", sandbox=ulid) from error
-        except NodeError as error:
-            raise Undone(error.message, sandbox=ulid) from error
 
     async def usage(self, plan: LaunchPlan) -> Usage:
         try:

@@ -17,7 +17,7 @@ from dsec.backends.base import Capabilities, LaunchPlan, PackOrder, Undone
 from dsec.backends.fake_guest import FakeGuest, FakeLink
 from dsec.backends.plan import Node
 from dsec.errors import NodeError, NotFound
-from dsec.model import Exit, ExitReason, PackedLayer, Usage
+from dsec.model import Exit, ExitReason, PackedLayer, Paused, Usage
 
 
 class Faults(msgspec.Struct, kw_only=True):
@@ -33,6 +33,8 @@ class Faults(msgspec.Struct, kw_only=True):
     stop_delay: float = 0.0
     stop_failures: int = 0  # so many stops fail first
     pause_fails: bool = False
+    pause_delay: float = 0.0
+    resume_fails: bool = False
     pack_delay: float = 0.0
     pack_fails: bool = False
     unknown_layers: frozenset[str] = frozenset()  # digests that `prepare` does not find
@@ -69,12 +71,17 @@ class FakeInstance:
     def on_exit(self, call: Callable[[Exit], object]) -> None:
         self.guest.gone().add_done_callback(lambda gone: call(gone.result()))
 
-    async def pause(self) -> None:
+    async def pause(self, reclaim: bool = True, /) -> Paused:  # noqa: ARG002 - there is no memory to give back
+        if self._backend.faults.pause_delay:
+            await asyncio.sleep(self._backend.faults.pause_delay)
         if self._backend.faults.pause_fails:
             raise Undone("the fake was told to fail", sandbox=self.id)
         self.guest.frozen = True
+        return Paused(note="the fake backend holds no memory")
 
     async def resume(self) -> None:
+        if self._backend.faults.resume_fails:
+            raise Undone("the fake was told to fail", sandbox=self.id)
         self.guest.thaw()
 
     async def usage(self) -> Usage:

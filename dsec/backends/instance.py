@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from dsec.backends.base import GuestLink, LaunchPlan, PackOrder
 from dsec.backends.pack import pack_upper
-from dsec.model import Exit, ExitReason, PackedLayer, Usage
+from dsec.model import Exit, ExitReason, PackedLayer, Paused, Usage
 
 if TYPE_CHECKING:
     from dsec.backends.container import ContainerBackend
@@ -52,11 +52,11 @@ class ContainerInstance:
     def on_exit(self, call: Callable[[Exit], object]) -> None:
         self._gone.add_done_callback(lambda gone: call(gone.result()))
 
-    async def pause(self) -> None:
-        await self._backend.freeze(self.plan.ulid, True)
+    async def pause(self, reclaim: bool = True, /) -> Paused:
+        return await self._backend.pauser.pause(self.plan.ulid, reclaim)
 
     async def resume(self) -> None:
-        await self._backend.freeze(self.plan.ulid, False)
+        await self._backend.pauser.resume(self.plan.ulid, self.pid)
 
     @property
     def has_ended(self) -> bool:
@@ -70,7 +70,7 @@ class ContainerInstance:
             order,
             paused=paused,
             thawed=thawed,
-            freeze=functools.partial(backend.freeze, plan.ulid),
+            freeze=functools.partial(backend.pauser.freeze, plan.ulid),
             find_init=functools.partial(backend.find_init, plan),
         )
 

@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from dsec.errors import ErrorBody
-from dsec.model import ExecSpec, ImageConfig, LayerRef, OpStatus, PackedLayer, SandboxInfo, SandboxSpec, State
+from dsec.model import ExecSpec, ImageConfig, LayerRef, OpStatus, PackedLayer, Paused, SandboxInfo, SandboxSpec, State
 
 Index = Annotated[int, Meta(ge=0, lt=1 << 31)]  # of a sandbox in its burst
 Offset = Annotated[int, Meta(ge=0, le=1 << 62)]  # bytes
@@ -184,7 +184,11 @@ class ExecRequest(Message, frozen=True, kw_only=True):
 
 
 class ExecReply(Message, frozen=True, kw_only=True):
+    """``stood_ms``: how long the sandbox has stood still in its life so far, as its Edge knows: time-outs stand still with it."""
+
     status: OpStatus
+    seq: int = 0  # number of the command among all of its sandbox; 0 = not known
+    stood_ms: int = 0
 
 
 class OutputRequest(Message, frozen=True, kw_only=True):
@@ -253,6 +257,12 @@ class ResizeRequest(Message, frozen=True, kw_only=True):
     reader: str = ""  # whose size it is: it decides as long as that reader is there
 
 
+class PauseReply(Message, frozen=True, kw_only=True):
+    """sb.pause: what it gave back."""
+
+    paused: Paused = Paused()
+
+
 class PackRequest(Message, frozen=True, kw_only=True):
     """sb.pack_diff: what the sandbox changed becomes the layer ``name``. Repeating it with the same ``op`` packs once."""
 
@@ -316,6 +326,7 @@ class ListReply(Message, frozen=True, kw_only=True):
 class ItemResult(Message, frozen=True, kw_only=True):
     id: str
     error: ErrorBody | None = None
+    paused: Paused | None = None  # all.pause: what it gave back
 
 
 class ManyReply(Message, frozen=True, kw_only=True):

@@ -170,9 +170,9 @@ class Cgroups:
                 _write(f"{path}/cgroup.subtree_control", "+cpu +memory +pids")
         with open("/proc/sys/kernel/pid_max") as file:
             most = int(file.read()) - PID_RESERVE
-        _write(f"{self._path('pids', '')}/pids.max", str(max(most, 1024)))
+        _write(f"{self.path('pids', '')}/pids.max", str(max(most, 1024)))
         if memory:
-            _write(f"{self._path('memory', '')}/{'memory.max' if self.version == 2 else 'memory.limit_in_bytes'}", str(memory))
+            _write(f"{self.path('memory', '')}/{'memory.max' if self.version == 2 else 'memory.limit_in_bytes'}", str(memory))
 
     def _weigh(self, path: str) -> None:
         """All sandboxes together weigh as much as one busy process a core, as Kubernetes weighs its pods: a group weighs as much as
@@ -192,14 +192,14 @@ class Cgroups:
                 with contextlib.suppress(FileExistsError):
                     os.mkdir(f"{root}/{self.parent}/{name}", 0o755)
             if self._devices:
-                path = self._path("devices", name)
+                path = self.path("devices", name)
                 _write(f"{path}/devices.deny", "a")
                 for rule in DEVICES:
                     _write(f"{path}/devices.allow", rule)
             for controller, writes in settings(self.version, limits).items():
                 for file, value in writes:
                     try:
-                        _write(f"{self._path(controller, name)}/{file}", value)
+                        _write(f"{self.path(controller, name)}/{file}", value)
                     except FileNotFoundError:
                         if file not in _OPTIONAL:
                             raise
@@ -216,14 +216,14 @@ class Cgroups:
         try:
             for controller, writes in settings(self.version, limits).items():
                 for file, value in writes:
-                    _write(f"{self._path(controller, name)}/{file}", value)
+                    _write(f"{self.path(controller, name)}/{file}", value)
         except OSError as error:
             raise NodeError(f"cgroup {self.parent}/{name}: {error}", reason="cgroup") from error
 
     def pids(self, name: str) -> tuple[int, ...]:
         """Processes of the group as this process numbers them; empty when the group does not exist."""
         try:
-            with open(f"{self._path('pids', name)}/cgroup.procs") as file:
+            with open(f"{self.path('pids', name)}/cgroup.procs") as file:
                 return tuple(int(line) for line in file)
         except (FileNotFoundError, OSError) as error:
             if error.errno in (errno.ENOENT, errno.ENODEV):
@@ -241,7 +241,7 @@ class Cgroups:
     def freeze(self, name: str, on: bool, timeout: float = 5.0) -> None:
         """Stop or continue every process of the group; returns when the kernel says that all are. Raises `NodeError` on time-out,
         with the group thawed again."""
-        path = self._path("freezer", name)
+        path = self.path("freezer", name)
         if self.version == 2:
             _write(f"{path}/cgroup.freeze", "1" if on else "0")
         else:
@@ -255,7 +255,7 @@ class Cgroups:
             time.sleep(0.0005)
 
     def frozen(self, name: str) -> bool:
-        path = self._path("freezer", name)
+        path = self.path("freezer", name)
         if self.version == 2:
             return _fields(f"{path}/cgroup.events").get("frozen") == 1
         with open(f"{path}/freezer.state") as file:
@@ -271,7 +271,7 @@ class Cgroups:
                 self.freeze(name, False, timeout=1.0)
         if self.version == 2:
             try:
-                _write(f"{self._path('pids', name)}/cgroup.kill", "1")
+                _write(f"{self.path('pids', name)}/cgroup.kill", "1")
                 return len(pids)
             except FileNotFoundError:  # before Linux 5.14
                 pass
@@ -281,7 +281,7 @@ class Cgroups:
 
     def usage(self, name: str) -> GroupUsage:
         """Raises `FileNotFoundError` when the group does not exist."""
-        memory, pids = self._path("memory", name), self._path("pids", name)
+        memory, pids = self.path("memory", name), self.path("pids", name)
         if self.version == 2:
             return GroupUsage(
                 cpu_ms=_fields(f"{pids}/cpu.stat").get("usage_usec", 0) // 1000,
@@ -291,7 +291,7 @@ class Cgroups:
                 oom_kills=_fields(f"{memory}/memory.events").get("oom_kill", 0),
             )
         return GroupUsage(
-            cpu_ms=_number(f"{self._path('cpuacct', name)}/cpuacct.usage", 0) // 1_000_000,
+            cpu_ms=_number(f"{self.path('cpuacct', name)}/cpuacct.usage", 0) // 1_000_000,
             memory=_number(f"{memory}/memory.usage_in_bytes"),
             memory_peak=_number(f"{memory}/memory.max_usage_in_bytes"),
             pids=_number(f"{pids}/pids.current"),
@@ -300,7 +300,7 @@ class Cgroups:
 
     def oom_kills(self, name: str) -> int:
         """Processes that the kernel killed in this group because its memory limit was reached; 0 when the group is gone."""
-        path = self._path("memory", name)
+        path = self.path("memory", name)
         with contextlib.suppress(FileNotFoundError):
             return _fields(f"{path}/{'memory.events' if self.version == 2 else 'memory.oom_control'}").get("oom_kill", 0)
         return 0
@@ -335,7 +335,8 @@ class Cgroups:
         """Also the hierarchies that we do not use: runc makes a group in each."""
         yield from dict.fromkeys((*self._mounts(), *self.hierarchy.others))
 
-    def _path(self, controller: str, name: str) -> str:
+    def path(self, controller: str, name: str) -> str:
+        """Where the group lies below that controller's mount; "" is the parent."""
         root = self.hierarchy.roots[controller]
         return f"{root}/{self.parent}/{name}" if name else f"{root}/{self.parent}"
 

@@ -1,0 +1,191 @@
+"""Pages of a group of processes: out to swap while it stands still, in again before and behind its thaw.
+
+Out: on v2 `memory.reclaim`, with swap allowed for that moment only; on v1 `process_madvise(MADV_PAGEOUT)` by pidfd for what processes
+hold, which leaves cached files of shared layers alone, and `memory.force_empty` only for what a tmpfs holds, which no process maps.
+In: `MADV_WILLNEED`, a few MiB a call. (The paper's way is cgroup.freeze, memory.swap.max and memory.reclaim; and back by prefetching.)
+
+Blocking: call from threads. A range that went away meanwhile is no error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+from collections.abc import Callable, Iterable, Iterator
+
+import msgspec
+
+from dsec import syscalls
+from dsec.qos.cgroup import Cgroups
+
+VECTOR = 1024  # ranges a call (UIO_MAXIOV)
+PIECE = 16 << 20  # bytes of one call at most, so that several threads share a large process and a prefetch can be given up
+SMALL = 4 << 20  # bytes of a tmpfs for which a group's cached files are not given up
+GENTLE = 4 << 20  # bytes of one prefetching call
+Range = tuple[int, int]  # address, bytes
+
+
+class Held(msgspec.Struct, frozen=True, kw_only=True):
+    """What a group holds, in bytes: all of its memory, anonymous memory, files of tmpfs and shared memory, what lies in swap."""
+
+    total: int = 0
+    anon: int = 0
+    shmem: int = 0
+    swap: int = 0
+
+
+def held(groups: Cgroups, name: str) -> Held:
+    """Zeros when the group is gone."""
+    v2 = groups.version == 2
+    stat: dict[str, int] = {}
+    total = swap = 0
+    with contextlib.suppress(OSError):
+        for line in _read(groups, name, "memory.stat").splitlines():
+            key, _, value = line.partition(" ")
+            stat[key] = int(value)
+        total = int(_read(groups, name, "memory.current" if v2 else "memory.usage_in_bytes"))
+        swap = int(_read(groups, name, "memory.swap.current")) if v2 else stat.get("swap", 0)
+    return Held(total=total, anon=stat.get("anon" if v2 else "rss", 0), shmem=stat.get("shmem", 0), swap=swap)
+
+
+def page_out(groups: Cgroups, name: str, run: Callable[[list[Callable[[], None]]], None]) -> None:
+    """Send the anonymous memory and the tmpfs files of a frozen group to swap, as far as there is room. ``run`` carries out several
+    pieces of work, at one time if it can. Raises `OSError` of the control files."""
+    if groups.version == 2:
+        _reclaim(groups, name)
+        return
+    work = []
+    for fd, ranges in _members(groups, name):
+        pieces = [_advise(fd, chunk, syscalls.MADV_PAGEOUT) for chunk in chunks(ranges, PIECE)]
+        work.append((fd, pieces))
+    try:
+        run([piece for _, pieces in work for piece in pieces])
+    finally:
+        for fd, _ in work:
+            os.close(fd)
+    if held(groups, name).shmem >= SMALL:
+        with contextlib.suppress(InterruptedError):
+            _write(groups, name, "memory.force_empty", "0")
+
+
+def _reclaim(groups: Cgroups, name: str) -> None:
+    _write(groups, name, "memory.swap.max", "max")
+    try:
+        before = held(groups, name)
+        want = before.anon + before.shmem
+        if want:
+            for order in (f"{want} swappiness=200", str(want)):  # without the word (Linux < 6.10) cached files go first
+                try:
+                    _write(groups, name, "memory.reclaim", order)
+                    break
+                except OSError as error:
+                    if error.errno == errno.EAGAIN:  # not all of it could be reclaimed; what was, was
+                        break
+                    if error.errno != errno.EINVAL:
+                        raise
+    finally:
+        _write(groups, name, "memory.swap.max", "0")
+
+
+def prefetch(groups: Cgroups, name: str, pids: Iterable[int], go_on: Callable[[], bool]) -> None:
+    """Ask for the pages of these processes (all of the group when there are none), a few MiB at a time while ``go_on()``."""
+    for fd, ranges in _members(groups, name, pids):
+        try:
+            for chunk in chunks(ranges, GENTLE):
+                if not go_on():
+                    return
+                _advise(fd, chunk, syscalls.MADV_WILLNEED)()
+        finally:
+            os.close(fd)
+
+
+def chunks(ranges: Iterable[Range], most: int) -> Iterator[list[Range]]:
+    """The same ranges, cut and gathered into lists of at most ``most`` bytes and `VECTOR` ranges (pure)."""
+    chunk: list[Range] = []
+    room = most
+    for start, size in ranges:
+        while size:
+            part = min(size, room)
+            chunk.append((start, part))
+            start, size, room = start + part, size - part, room - part
+            if not room or len(chunk) == VECTOR:
+                yield chunk
+                chunk, room = [], most
+    if chunk:
+        yield chunk
+
+
+def worthwhile(maps: str) -> list[Range]:
+    """Of /proc/PID/maps, what may hold memory of the process's own: private and writable, or anonymous, or shared without a file of a
+    disk. Text and data of programs stay where all who use the layer read them (pure)."""
+    found = []
+    for line in maps.splitlines():
+        words = line.split(None, 5)
+        address, rights, inode = words[0], words[1], words[4]
+        path = words[5] if len(words) > 5 else ""
+        if path in ("[vdso]", "[vvar]", "[vvar_vclock]", "[vsyscall]"):
+            continue
+        shared_memory = rights[3] == "s" and path.startswith(("/dev/zero", "/memfd:", "/SYSV", "/dev/shm/"))
+        if inode == "0" or shared_memory or (rights[3] == "p" and "w" in rights):
+            start, _, end = address.partition("-")
+            found.append((int(start, 16), int(end, 16) - int(start, 16)))
+    return found
+
+
+def _members(groups: Cgroups, name: str, pids: Iterable[int] = ()) -> Iterator[tuple[int, list[Range]]]:
+    """A pidfd and the ranges of each process; the descriptor is the caller's to close."""
+    group = f"/{groups.parent}/{name}\n"
+    for pid in tuple(pids) or groups.pids(name):
+        try:
+            fd = syscalls.pidfd_open(pid)
+        except OSError:  # it has ended
+            continue
+        try:
+            with open(f"/proc/{pid}/cgroup") as file:
+                ours = group in file.read()
+            with open(f"/proc/{pid}/maps") as file:
+                ranges = worthwhile(file.read()) if ours else []
+        except OSError:
+            ranges = []
+        if not ranges:
+            os.close(fd)
+            continue
+        yield fd, ranges
+
+
+def _advise(fd: int, ranges: list[Range], advice: int) -> Callable[[], None]:
+    def advise() -> None:
+        rest = ranges
+        while rest:
+            try:
+                done = syscalls.process_madvise(fd, rest, advice)
+            except OSError as error:
+                if error.errno in (errno.ESRCH, errno.EPERM):
+                    return
+                done = 0
+            rest = _after(rest, done)
+
+    return advise
+
+
+def _after(ranges: list[Range], done: int) -> list[Range]:
+    """What is left when ``done`` bytes were advised and the call stopped before the end: without the range that stopped it."""
+    for at, (_, size) in enumerate(ranges):
+        if done < size:
+            return ranges[at + 1 :]
+        done -= size
+    return []
+
+
+def _read(groups: Cgroups, name: str, file: str) -> str:
+    with open(f"{groups.path('memory', name)}/{file}") as text:
+        return text.read()
+
+
+def _write(groups: Cgroups, name: str, file: str, text: str) -> None:
+    fd = os.open(f"{groups.path('memory', name)}/{file}", os.O_WRONLY | os.O_CLOEXEC)
+    try:
+        os.write(fd, text.encode())
+    finally:
+        os.close(fd)
