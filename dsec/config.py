@@ -62,7 +62,7 @@ class WatcherConfig(Room, frozen=True):
 class EdgeConfig(Room, frozen=True):
     name: Annotated[str, Meta(description="name of this node (a-z 0-9 -); empty = from the host name")] = ""
     state_dir: Annotated[str, Meta(description="records, event spool and sandbox directories of this Edge")] = "/var/lib/dsec"
-    backends: Annotated[tuple[str, ...], Meta(description="backends that this node offers")] = ("container",)
+    backends: Annotated[tuple[str, ...], Meta(description="backends that this node offers: container, docker, fake")] = ("container",)
     labels: Annotated[dict[str, str], Meta(description="labels that a spec's node_labels select")] = {}
     devices: Annotated[tuple[str, ...], Meta(description="devices that this node offers")] = ()
     slots: Annotated[int, Meta(ge=1, le=1_000_000, description="sandboxes at most, paused ones not counted")] = 4_000

@@ -13,7 +13,7 @@ import pytest
 
 from tests.census import Census
 
-pytest_plugins = ["tests.fixtures_bus", "tests.fixtures_backend", "tests.fixtures_client"]
+pytest_plugins = ["tests.fixtures_bus", "tests.fixtures_backend", "tests.fixtures_client", "tests.fixtures_docker"]
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

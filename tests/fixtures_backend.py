@@ -139,6 +139,7 @@ class Yard:
         self.generations = itertools.count(1)
         self.slots = itertools.count()
         self.world: Any = None
+        self.docker: Any = None  # where its daemon is
         self.layers: Any = OneLayer(mount) if mount is not None else None
 
     async def backend(self, **options: Any) -> Any:
@@ -154,9 +155,13 @@ class Yard:
 
             assert self.mount is not None
             options = {"holder_linger": 1.0, "cgroup_root": f"dsec-{self.edge}", **options}
-            made = ContainerBackend(
-                Options(edge=self.edge, state_dir=str(self.state), generation=next(self.generations), **options), self.layers
-            )
+            setup = Options(edge=self.edge, state_dir=str(self.state), generation=next(self.generations), **options)
+            if self.kind == "docker":
+                from dsec.backends.docker import DockerBackend
+
+                made = DockerBackend(setup, self.layers, self.docker)
+            else:
+                made = ContainerBackend(setup, self.layers)
         await made.open()
         self.backends.append(made)
         return made
@@ -167,7 +172,7 @@ class Yard:
 
     async def close(self) -> None:
         """Free everything, also what a test left whose backends are all closed: then by one more."""
-        if self.kind == "container" and self.state.exists() and all(backend._closed for backend in self.backends):
+        if self.kind != "fake" and self.state.exists() and all(backend._closed for backend in self.backends):
             await self.backend()
         for backend in self.backends:
             if not getattr(backend, "_closed", False):
@@ -185,8 +190,10 @@ async def make_yard(edge_name: str, state_dir: Path, request: pytest.FixtureRequ
     yards: list[Yard] = []
 
     def make(kind: str) -> Yard:
-        mount = request.getfixturevalue("small_base") if kind == "container" else None
+        mount = request.getfixturevalue("small_base") if kind != "fake" else None
         yards.append(Yard(kind, edge_name, state_dir, mount))
+        if kind == "docker":
+            yards[-1].docker = request.getfixturevalue("dockerd").config
         return yards[-1]
 
     yield make

@@ -16,7 +16,7 @@ import structlog
 from dsec.actors import capacity
 from dsec.backends.base import Backend, Capabilities, LaunchPlan
 from dsec.backends.plan import Node, make_plan
-from dsec.config import Config
+from dsec.config import Config, PauseConfig
 from dsec.errors import Busy, InvalidRequest, NotFound, Unsupported
 from dsec.layers import stack
 from dsec.layers.fetch import NodeLayers
@@ -124,6 +124,12 @@ class LayerPlanner:
         return tuple(found.values())
 
 
+def _pause(config: Config, backend: str) -> PauseConfig:
+    """One backend of a node makes its swap; the others use what the node has then."""
+    first = next((name for name in config.edge.backends if name != "fake"), backend)
+    return config.pause if backend == first or config.pause.swap == "off" else msgspec.structs.replace(config.pause, swap="node")
+
+
 async def bus_endpoints(urls: str) -> tuple[tuple[str, int], ...]:
     """Address and port of every server of the bus that is configured: no sandbox may reach them, wherever they are. A name that does not
     resolve now names nobody that this Edge could be connected to."""
@@ -187,7 +193,6 @@ class Host:
         self.layer_told(news)
 
     async def _open(self, name: str) -> Planner:
-        state_dir = self.config.edge.state_dir
         if name == "fake":
             from dsec.backends.fake import FakeBackend, Faults
 
@@ -195,28 +200,41 @@ class Host:
             fake = FakeBackend(faults, edge=self.edge, generation=self.generation)
             await fake.open()
             return FakePlanner(fake, fake.node)
-        if name == "container":
-            from dsec.backends.container import ContainerBackend, Options
+        if name in ("container", "docker"):
+            return await self._open_containers(name)
+        raise InvalidRequest("no such backend", field="edge.backends", value=name, fix="use container, docker or fake")
 
-            layers = node_layers(self.config)
-            options = Options(
-                edge=self.edge,
-                state_dir=state_dir,
-                generation=self.generation,
-                runtime=self.config.container.runtime,
-                cgroup_root=self.config.container.cgroup_root,
-                memory=capacity.room(self.config.edge, capacity.node_has()[0]),
-                userns=self.config.container.userns,
-                remote=bool(self.config.layers.remote),
-                network=self.config.network,
-                bus=await bus_endpoints(self.config.bus.url),
-            )
-            container = ContainerBackend(options, layers)
-            container.on_layer = self._layer_news
-            await container.open()
-            self.puller = Puller(layers.store, self.config.layers.registries)
-            return LayerPlanner(container, layers, self.puller)
-        raise InvalidRequest("no such backend", field="edge.backends", value=name, fix="use container or fake")
+    async def _open_containers(self, name: str) -> Planner:
+        """Docker's sandboxes have a directory, a holder, cgroups and addresses of their own: both backends may serve one Edge."""
+        from dsec.backends.container import ContainerBackend, Options
+
+        config, of = self.config, "" if name == "container" else f"-{name}"
+        state_dir = config.edge.state_dir if name == "container" else f"{config.edge.state_dir}/{name}"
+        layers = node_layers(config)
+        options = Options(
+            edge=f"{self.edge}{of}",
+            state_dir=state_dir,
+            generation=self.generation,
+            runtime=config.container.runtime,
+            cgroup_root=config.container.cgroup_root,
+            memory=capacity.room(config.edge, capacity.node_has()[0]),
+            userns=config.container.userns,
+            remote=bool(config.layers.remote),
+            network=config.network,
+            pause=_pause(config, name),
+            bus=await bus_endpoints(config.bus.url),
+        )
+        if name == "docker":
+            from dsec.backends.docker import DockerBackend
+
+            backend: ContainerBackend = DockerBackend(options, layers, config.docker)
+        else:
+            backend = ContainerBackend(options, layers)
+        backend.on_layer = self._layer_news
+        await backend.open()
+        puller = self.puller or Puller(layers.store, config.layers.registries)
+        self.puller = puller
+        return LayerPlanner(backend, layers, puller)
 
     def planner(self, spec: SandboxSpec) -> Planner:
         planner = self.planners.get(spec.backend)

@@ -22,10 +22,12 @@ def new_op() -> str:
     return os.urandom(16).hex()
 
 
-@pytest.fixture(params=["fake", "container"])
+@pytest.fixture(params=["fake", "container", pytest.param("docker", marks=pytest.mark.slow)])
 def kind(request: pytest.FixtureRequest) -> str:
-    if request.param == "container" and os.geteuid() != 0:
+    if request.param != "fake" and os.geteuid() != 0:
         pytest.skip("containers need root")
+    if request.param == "docker":
+        request.getfixturevalue("dockerd")  # before anything is counted
     return str(request.param)
 
 
@@ -266,7 +268,7 @@ async def test_init_that_dies_is_told(yard: Yard, backend: Any, kind: str) -> No
     if kind == "fake":
         backend.faults.die_after = 0.05
     box = await backend.launch(yard.plan(backend.node))
-    if kind == "container":
+    if kind != "fake":
         os.kill(box.pid, 9)
     ending = await asyncio.wait_for(box.wait(), 5)
     assert ending.reason is ExitReason.EXITED

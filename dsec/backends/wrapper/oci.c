@@ -108,6 +108,15 @@ static void note_path(char *out, size_t room) {
         refuse("no --root, or no usable container id");
 }
 
+static void make_parents(char *path) {
+    for (char *at = path + 1; *at; at++)
+        if (*at == '/') {
+            *at = 0;
+            mkdir(path, 0711);
+            *at = '/';
+        }
+}
+
 __attribute__((noreturn)) static void create(void) {
     if (!bundle || !pid_file || !id) refuse("create needs --bundle, --pid-file and an id");
     char *box = find_box(), path[4096], note[4096], layers_text[16], runtime_log[4096];
@@ -162,8 +171,8 @@ __attribute__((noreturn)) static void create(void) {
     for (int i = 0; tail[i]; i++) words[count++] = tail[i];
     words[count] = 0;
 
-    mkdir(root_dir, 0700);
     note_path(note, sizeof note);
+    make_parents(note);
     unlink(note);
     if (symlink(runtime, note)) fail(note);
     char *environment[] = {"PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", 0};
