@@ -135,8 +135,8 @@ class Intake:
     def _admit(self, request: LaunchRequest, item: LaunchItem, resolved: Resolved | DsecError, now: float) -> Sandbox | Refusal:
         edge = self.edge
         spec = request.specs[item.spec]
-        if isinstance(resolved, NotFound):
-            # Another node may have the layer; when none has, the caller gets these words.
+        if isinstance(resolved, NotFound) or (isinstance(resolved, DsecError) and resolved.reason == "registry"):
+            # Another node may have the layer, or a way to its registry; when none has, the caller gets these words.
             return Refusal(index=item.index, error=resolved.body(), filter="layers")
         if isinstance(resolved, DsecError):
             return Refusal(index=item.index, error=resolved.body(), final=not resolved.retryable, filter="spec")

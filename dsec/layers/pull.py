@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 
-from dsec.errors import Denied, DsecError
+from dsec.errors import Denied, DsecError, Unavailable
 from dsec.layers import oci, oci_model
 from dsec.layers.registry import Registry
 from dsec.layers.store import LayerStore
@@ -71,12 +71,15 @@ class Puller:
         return True
 
     def job(self, name: str) -> Job:
-        """The pull of an image, begun now if it is not under way. Raises what a pull that failed a moment ago raised."""
-        key = str(oci_model.parse(name))
-        if (failure := self._failed.get(key)) is not None:
-            if time.monotonic() - failure[0] < FAILURE_S:
-                raise failure[1]
-            del self._failed[key]
+        """The pull of an image, begun now if it is not under way. Raises what a pull that failed a moment ago raised; a registry that
+        cannot be reached fails all its images."""
+        reference = oci_model.parse(name)
+        key = str(reference)
+        for what in (key, _host(reference.registry)):
+            if (failure := self._failed.get(what)) is not None:
+                if time.monotonic() - failure[0] < FAILURE_S:
+                    raise failure[1]
+                del self._failed[what]
         job = self._jobs.get(key)
         if job is None:
             job = self._jobs[key] = Job()
@@ -89,7 +92,8 @@ class Puller:
         try:
             ref = await pull(self.store, name, progress=job.say)
         except DsecError as error:
-            self._failed[key] = (time.monotonic(), error)
+            unreachable = isinstance(error, Unavailable) and error.reason == "registry"
+            self._failed[_host(oci_model.parse(name).registry) if unreachable else key] = (time.monotonic(), error)
             self.told("image_failed", key, str(error))
             raise
         finally:
@@ -103,3 +107,8 @@ class Puller:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _host(registry: str) -> str:
+    """A key that no image has."""
+    return f"//{registry}"

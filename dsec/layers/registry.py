@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     import aiohttp
 
 TRIES = 5
+CONNECT_TRIES = 2  # of a registry that has not answered yet: whoever waits is told soon that there is no way to it
+CONNECT_S = 5.0
 TIMEOUT = 30.0  # seconds without a byte
 MAX_BLOB = 64 << 30
 _CHALLENGE = re.compile(r'([a-zA-Z]+)="((?:[^"\\]|\\.)*)"')
@@ -57,6 +59,7 @@ class Registry:
         host = "registry-1.docker.io" if reference.registry == DOCKER_HUB else reference.registry
         self._base = f"{'http' if is_loopback(host) else 'https'}://{host}/v2/{reference.repository}"
         self._session: aiohttp.ClientSession | None = None
+        self._reached = False
         self._authorization = ""
         self._login: Login | None = None
 
@@ -134,7 +137,9 @@ class Registry:
     async def _attempts(self) -> AsyncIterator[_Attempt]:
         """Attempts of one request: what may pass is tried again with growing pauses."""
         for number in range(self._tries):
-            attempt = _Attempt(last=number == self._tries - 1, reference=self.reference)
+            attempt = _Attempt(
+                last=number == self._tries - 1, patient=self._reached or number < CONNECT_TRIES - 1, reference=self.reference
+            )
             yield attempt
             if attempt.error is None:
                 return
@@ -147,6 +152,7 @@ class Registry:
         for turn in range(2):
             sent = headers | ({"Authorization": self._authorization} if self._authorization else {})
             async with session.get(url, headers=sent) as response:
+                self._reached = True
                 if response.status == 401 and turn == 0:
                     await self._authorize(response.headers.get("WWW-Authenticate", ""))
                     continue
@@ -158,7 +164,7 @@ class Registry:
         import aiohttp
 
         if self._session is None:
-            timeout = aiohttp.ClientTimeout(total=None, sock_connect=TIMEOUT, sock_read=TIMEOUT)
+            timeout = aiohttp.ClientTimeout(total=None, connect=2 * CONNECT_S, sock_connect=CONNECT_S, sock_read=TIMEOUT)
             # The blobs are compressed themselves; trust_env: the machine's proxy settings.
             self._session = aiohttp.ClientSession(timeout=timeout, auto_decompress=False, trust_env=True, headers={"User-Agent": "dsec"})
         return self._session
@@ -168,12 +174,12 @@ class Registry:
         if status < 400:
             return
         if status == 404:
-            raise NotFound("the registry has no such image", field="image", value=value, fix="check name and tag")
+            raise NotFound(f"{self.reference.registry} has no such image", field="image", value=value, fix="check name and tag")
         if status in (401, 403):
             fix = f"`docker login {self.reference.registry}`, or check the name: some registries do not tell what is absent"
-            raise Denied("the registry refuses the image", field="image", value=value, fix=fix, reason="registry")
+            raise Denied(f"{self.reference.registry} refuses the image", field="image", value=value, fix=fix, reason="registry")
         if status == 429 or status >= 500:
-            error = Unavailable(f"the registry answers {status}", field="image", value=value, reason="registry")
+            error = Unavailable(f"{self.reference.registry} answers {status}", field="image", value=value, reason="registry_busy")
             retry = response.headers.get("Retry-After", "")
             raise _Later(error, float(min(int(retry), 60)) if retry.isdigit() else 0.0)
         raise NodeError(f"the registry answers {status}", field="image", value=value, retryable=False)
@@ -186,9 +192,8 @@ class Registry:
         login = self._login
         if scheme.lower() == "basic":
             if not login.user:
-                raise Denied(
-                    "the registry wants a login", field="image", value=str(self.reference), fix=f"`docker login {self.reference.registry}`"
-                )
+                fix = f"`docker login {self.reference.registry}` on the node"
+                raise Denied("the registry wants a login", field="image", value=str(self.reference), fix=fix, reason="registry")
             self._authorization = _basic(login)
             return
         fields = {key.lower(): value for key, value in _CHALLENGE.findall(rest)}
@@ -226,8 +231,8 @@ class _Later(Exception):
 class _Attempt:
     """One of several: an error that may pass is kept here unless it is the last one's."""
 
-    def __init__(self, last: bool, reference: Reference) -> None:
-        self.last, self.reference = last, reference
+    def __init__(self, last: bool, patient: bool, reference: Reference) -> None:
+        self.last, self.patient, self.reference = last, patient, reference
         self.error: BaseException | None = None
         self.pause = 0.0
 
@@ -245,14 +250,25 @@ class _Attempt:
         elif isinstance(error, Unavailable):
             shown = error
         elif isinstance(error, (aiohttp.ClientError, TimeoutError, ConnectionError)) and not isinstance(error, DsecError):
-            text = str(error) or type(error).__name__
-            shown = Unavailable(f"the registry cannot be reached: {text}", field="image", value=str(self.reference), reason="registry")
+            shown = _unreachable(self.reference, error)
+            self.last = self.last or not self.patient
         else:
             return False
         if self.last:
             raise shown from error
         self.error = error
         return True
+
+
+def _unreachable(reference: Reference, error: BaseException) -> Unavailable:
+    text = str(error) or type(error).__name__
+    return Unavailable(
+        f"{reference.registry} cannot be reached: {text}",
+        field="image",
+        value=str(reference),
+        reason="registry",
+        fix="check this node's network and HTTPS_PROXY; without a way there, `dsec layer pull` and `push` it on a node that has one",
+    )
 
 
 def _take(piece: bytes, hasher: hashlib._Hash, file: object) -> None:

@@ -301,7 +301,9 @@ class Unruly:
             head = [f"HTTP/1.1 {status}", f"Content-Length: {len(body) if length is None else length}", *more]
             writer.write("\r\n".join(head).encode() + b"\r\n\r\n" + body)
 
-        if path.startswith("/token"):
+        if self.behaviour in ("absent", "refuses"):
+            send("404 Not Found" if self.behaviour == "absent" else "403 Forbidden", b"")
+        elif path.startswith("/token"):
             send("200 OK", b'{"token": "T"}', "Content-Type: application/json")
         elif headers.get("authorization") != "Bearer T":
             send("401 Unauthorized", b"", f'WWW-Authenticate: Bearer realm="http://{headers["host"]}/token",service="s"')
@@ -396,6 +398,27 @@ async def test_c47_an_image_with_user_starts(cluster: Cluster, tmp_path: Path) -
     async with libdsec.connect(cluster.url) as client:
         await check(client, "app:1")
         await check(client, "app:large")
+
+
+@pytest.mark.needs("cgroup", "oci", "guest")
+async def test_an_image_that_cannot_be_had_is_told_at_once(cluster: Cluster) -> None:
+    """No way to the registry, no such image and no permission are told apart, and long before the create's deadline."""
+    unruly = Unruly(b"")
+    server = await asyncio.start_server(unruly.serve, "127.0.0.1", 0)
+    host = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    try:
+        async with libdsec.connect(cluster.url) as client:
+            for behaviour, kind, fix in (("absent", NotFound, "check name and tag"), ("refuses", Denied, "docker login")):
+                unruly.behaviour = behaviour
+                with pytest.raises(kind, match=fix):
+                    await client.create(f"{host}/{behaviour}:1", **SMALL, timeout=100)
+            for image in ("127.0.0.1:1/app:1", "127.0.0.1:1/other:2"):
+                with pytest.raises(Unavailable, match=r"127\.0\.0\.1:1 cannot be reached") as told:
+                    await client.create(image, **SMALL, timeout=100)
+                assert told.value.reason == "registry"
+                assert "dsec layer pull" in told.value.fix
+    finally:
+        server.close()
 
 
 @real
