@@ -94,6 +94,16 @@ class ContainerConfig(Room, frozen=True):
     runtime: Annotated[str, Meta(description="OCI runtime: auto | crun | runc, or a path")] = "auto"
     cgroup_root: Annotated[str, Meta(description="group below which sandboxes live; empty = dsec")] = ""
     userns: Annotated[bool, Meta(description="user namespaces for all sandboxes")] = True
+    disk: Annotated[
+        str,
+        Meta(
+            pattern="^(auto|quota|btrfs|tmpfs|loop)$",
+            description="writable layers, unless a sandbox asks: auto = the first that is there of quota, btrfs, tmpfs (memory), loop",
+        ),
+    ] = "auto"
+    disk_store_bytes: Annotated[
+        int, Meta(ge=0, description="sparse btrfs file in edge.state_dir for writable layers where the node has no quota; 0 = none")
+    ] = 0
 
 
 class DockerConfig(Room, frozen=True):

@@ -167,7 +167,7 @@ class SandboxSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     backend: str = "container"
     arch: str = ""  # "" = whatever the node is; else "x86_64" or "aarch64"
     resources: Resources = Resources()
-    disk_mode: str = "auto"  # auto | tmpfs | loop | dir: what the upper lives on
+    disk_mode: str = "auto"  # auto | quota | btrfs | tmpfs | loop | dir: what the upper lives on
     qos: Qos = Qos.BE
     env: dict[str, str] = {}
     workdir: str = ""

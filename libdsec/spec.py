@@ -45,7 +45,7 @@ class Options(TypedDict, total=False):
     cpus: float
     memory: int | str
     disk: int | str
-    disk_mode: Literal["auto", "tmpfs", "loop", "dir"]
+    disk_mode: Literal["auto", "quota", "btrfs", "tmpfs", "loop", "dir"]
     inodes: int
     pids: int
     nofile: int
@@ -255,7 +255,7 @@ def spec(image: str, **options: Unpack[Options]) -> SandboxSpec:
         backend=text(get("backend", "container"), "backend", limit=64),
         arch=choice(get("arch", ""), "arch", ("", "x86_64", "aarch64")),
         resources=resources,
-        disk_mode=choice(get("disk_mode", "auto"), "disk_mode", ("auto", "tmpfs", "loop", "dir")),
+        disk_mode=choice(get("disk_mode", "auto"), "disk_mode", ("auto", "quota", "btrfs", "tmpfs", "loop", "dir")),
         qos=Qos(choice(get("qos", "be"), "qos", ("be", "ls"))),
         env=env_map(get("env")),
         workdir=directory(get("workdir")),

@@ -219,6 +219,8 @@ class Host:
             cgroup_root=config.container.cgroup_root,
             memory=capacity.room(config.edge, capacity.node_has()[0]),
             userns=config.container.userns,
+            disk=config.container.disk,
+            disk_store_bytes=config.container.disk_store_bytes,
             remote=bool(config.layers.remote),
             network=config.network,
             pause=_pause(config, name),

@@ -71,7 +71,7 @@ class LaunchPlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     state_dir: str  # this sandbox's own directory on the node
     lowers: tuple[LayerRef, ...]  # topmost first: toolkits, workspaces, base
     resources: Resources
-    disk_mode: str  # tmpfs | loop | dir, decided
+    disk_mode: str  # quota | btrfs | tmpfs | loop | dir, decided
     qos: Qos
     idmap: IdMap | None  # None: no user namespace (named in `degraded`)
     cgroup: str  # below each controller's mount, e.g. "dsec/<edge>/<ulid>"

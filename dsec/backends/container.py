@@ -67,6 +67,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     launcher: str = ""  # paths of the static programs; "" = the package's own, built when absent
     guest: str = ""
     holder_linger: float = 30.0
+    disk: str = "auto"  # and the next: ContainerConfig's
+    disk_store_bytes: int = 0
     network: NetworkConfig = NetworkConfig()
     pause: PauseConfig = PauseConfig()
     bus: tuple[tuple[str, int], ...] = ()  # addresses and ports that no sandbox may reach
@@ -98,6 +100,7 @@ class ContainerBackend:
         self._makers = ThreadPoolExecutor(2, "dsec-launch")
         self._breakers = ThreadPoolExecutor(8, "dsec-release")
         self._holder_lock = asyncio.Lock()
+        self._disks = disk.Disks(state, options.disk, options.disk_store_bytes)
         self._closed = False
         self.site = Site(self._holder, self.network)
         self.driver: Driver
@@ -136,6 +139,7 @@ class ContainerBackend:
     async def _equip(self, opts: Options, root: str, userns: bool, why: str) -> None:
         """Programs, holder, and what this node can do."""
         self._launcher, self._guest = await asyncio.to_thread(runtime.programs, opts.launcher, opts.guest)
+        await asyncio.to_thread(self._disks.look, userns)
         await self._ensure_holder()
         missing: dict[str, str] = {"snapshot": "not built yet", "fork": "not built yet"}
         if self.pauser.missing:
@@ -145,8 +149,7 @@ class ContainerBackend:
             if self._cgroups.version == 2:
                 missing["devices"] = "without user namespaces cgroup v2 does not keep device nodes of a layer from being opened"
         self.site.masked_directories = frozenset(path for path in MASKED if os.path.isdir(path))
-        modes, lacking = await asyncio.to_thread(disk.modes)
-        missing |= lacking
+        missing |= self._disks.missing
         self.site.mappable = await asyncio.to_thread(disk.mappable, opts.state_dir) if userns else frozenset()
         await self.network.look(idmapped=not userns or "dir" in self.site.mappable)
         node = Node(
@@ -156,7 +159,7 @@ class ContainerBackend:
             backends=(self.kind,),
             userns=userns,
             userns_missing=why,
-            disk_modes=modes,
+            disk_modes=self._disks.modes,
             seccomp=seccomp.available(),
         )
         able = Capabilities(name=self.kind, pause=True, pack_diff=True, tty=True, userns=userns, disk_limit=True, missing=missing)
@@ -188,6 +191,9 @@ class ContainerBackend:
             await self._holder.restore_kits()
             if self.options.remote:
                 await self._holder.request("loader")  # it takes a moment to start: before the first layer needs it
+            if self._disks.in_image:
+                await self._holder.request("disks", image=self._disks.image, place=self._disks.place)
+                self._disks.reached(hello["pid"])
             self.site.root, self.site.prefix, self.site.by_paths = hello["root"], hello["prefix"], hello["by_paths"]
 
     async def close(self) -> None:
@@ -212,6 +218,7 @@ class ContainerBackend:
         await self.close()
         await self.pauser.give_back()
         await asyncio.to_thread(self._cgroups.close)
+        await asyncio.to_thread(self._disks.forget)
 
     # --- launch ----------------------------------------------------------------------------------------------------
 
@@ -297,10 +304,7 @@ class ContainerBackend:
         """Everything on disk and in cgroupfs that the launch needs (in a thread). The listening socket is left in no tree."""
         box = plan.state_dir
         os.makedirs(box, mode=0o700, exist_ok=True)
-        if plan.disk_mode == "dir":
-            os.makedirs(f"{box}/disk", mode=0o700, exist_ok=True)
-        elif plan.disk_mode == "loop":
-            disk.make_ext4(f"{box}/disk", plan.resources.disk, plan.resources.inodes)
+        self._disks.make(plan)
         self.network.write_layer(plan)
         self.driver.make(plan)
         procs = self._cgroups.create(plan.ulid, Limits(memory=memory_bytes(plan), cpus=plan.resources.cpus, pids=plan.resources.pids))
@@ -373,15 +377,9 @@ class ContainerBackend:
         )
 
     def _disk(self, plan: LaunchPlan) -> int:
-        """Bytes in the upper: an overlay's statfs is that of its upper's file system, which a plain directory shares with others."""
+        """Bytes in the upper, where somebody counts them."""
         instance = self._instances.get(plan.ulid)
-        if instance is None or plan.disk_mode == "dir":
-            return 0
-        try:
-            stat = os.statvfs(f"/proc/{instance.pid}/root")
-        except OSError:
-            return 0
-        return (stat.f_blocks - stat.f_bfree) * stat.f_frsize
+        return self._disks.used(plan, instance.pid) if instance is not None else 0
 
     async def terminate(self, ulid: str) -> None:
         """SIGTERM to the init."""
@@ -428,6 +426,7 @@ class ContainerBackend:
             os.unlink(self.socket_path(ulid))
         box = f"{self._sandboxes}/{ulid}"
         try:
+            self._disks.remove(ulid, box)
             shutil.rmtree(box)
         except FileNotFoundError:
             return
@@ -495,6 +494,7 @@ class ContainerBackend:
         found |= await self._in(self._breakers, self._cgroups.names)
         found |= set(await self._in(self._breakers, os.listdir, self._sandboxes))
         found |= await self._named_elsewhere()
+        found |= set(await self._in(self._breakers, self._disks.names))
         found |= await self.network.strays(known | self._launching | self._instances.keys())
         strays = sorted(found - known - self._launching - self._instances.keys())
         results = await asyncio.gather(*(self.release(ulid) for ulid in strays), return_exceptions=True)

@@ -33,6 +33,7 @@ import time
 from typing import Any
 
 from dsec import syscalls
+from dsec.backends.holder_disks import DiskStores
 from dsec.backends.holder_parts import Call, Edge, Refused
 from dsec.backends.ondemand import OnDemand
 
@@ -63,7 +64,7 @@ class Sandbox:
         self.reply: tuple[Edge, int] | None = None
 
 
-class Holder(OnDemand):
+class Holder(DiskStores, OnDemand):
     def __init__(self, listener: socket.socket, launcher: str, linger: float) -> None:
         super().__init__()
         self.listener = listener

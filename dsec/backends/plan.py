@@ -27,6 +27,7 @@ MAX_ENV_BYTES = 1 << 20
 MAX_BYTES = 1 << 50
 MAX_INODES = 1 << 32
 MAX_ENV_STRING = 32 * 4096  # the kernel's MAX_ARG_STRLEN, NAME=VALUE and a NUL
+DISK_MODES = ("quota", "btrfs", "tmpfs", "loop", "dir")
 MAX_LOWERS = 490  # of the 500 that overlayfs stacks; the agent and the network have their own
 
 DEFAULT_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
@@ -275,8 +276,8 @@ def _disk_mode(spec: SandboxSpec, node: Node, degraded: list[str]) -> str:
     asked = spec.disk_mode
     if asked == "auto":
         asked = node.disk_modes[0]
-    elif asked not in ("tmpfs", "loop", "dir"):
-        raise InvalidRequest("not a disk mode", field="disk_mode", value=asked, fix="use auto, tmpfs, loop or dir")
+    elif asked not in DISK_MODES:
+        raise InvalidRequest("not a disk mode", field="disk_mode", value=asked, fix=f"use auto, {', '.join(DISK_MODES[:-1])} or dir")
     elif asked not in node.disk_modes:
         raise Unsupported(
             "this node has no such disk mode", field="disk_mode", value=asked, fix=f"use {' or '.join(node.disk_modes)}", reason="disk"
@@ -288,8 +289,11 @@ def _disk_mode(spec: SandboxSpec, node: Node, degraded: list[str]) -> str:
             )
         degraded.append("disk: a plain directory has no limit")
     if asked == "tmpfs":  # the kernel has one limit for a group's anonymous memory and its tmpfs: a large disk is more memory
-        apart = '; disk_mode="loop" keeps them apart' if "loop" in node.disk_modes else ""
+        other = next((mode for mode in node.disk_modes if mode in ("quota", "btrfs", "loop")), "")
+        apart = f'; disk_mode="{other}" keeps them apart' if other else ""
         degraded.append(f"memory: the writable layer is in memory, so that one limit, memory and disk together, holds for both{apart}")
+    if asked == "btrfs":
+        degraded.append("inodes: btrfs counts the bytes that a file and its name take, and not the number of files")
     return asked
 
 

@@ -57,10 +57,10 @@ def spec_options(function: Callable[..., Any]) -> Callable[..., Any]:
         click.option("--disk", default="1GiB", show_default=True, help="Limit of what it writes."),
         click.option(
             "--disk-mode",
-            type=click.Choice(["auto", "tmpfs", "loop", "dir"]),
+            type=click.Choice(["auto", "quota", "btrfs", "tmpfs", "loop", "dir"]),
             default="auto",
             show_default=True,
-            help="What holds it: tmpfs shares the memory limit, loop is apart from it, dir has no limit.",
+            help="What holds it: tmpfs shares the memory limit; quota, btrfs and loop are apart from it; dir has no limit.",
         ),
         click.option("--pids-limit", "--pids", "pids", default=256, show_default=True, help="Processes at most."),
         click.option("--nofile", default=0, help="Open files of one process at most."),
