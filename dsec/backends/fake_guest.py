@@ -64,8 +64,9 @@ class _Output:
 
 
 class Op:
-    def __init__(self, spec: ExecSpec) -> None:
+    def __init__(self, spec: ExecSpec, order: ExecSpec | None = None) -> None:
         self.spec = spec
+        self.order = order or spec  # as it was asked for
         self.streams = (_Output(spec.head, spec.tail), _Output(spec.head, spec.tail))
         self.stdin = bytearray()
         self.stdin_at = 0
@@ -304,8 +305,10 @@ class FakeLink:
 
     async def start(self, op: str, spec: ExecSpec) -> OpStatus:
         guest = self._alive()
-        if op in guest.ops:
-            return guest.ops[op].status(op, True)
+        if (known := guest.ops.get(op)) is not None:
+            if known.order != spec:
+                raise Conflict("this id was used for another command", field="op", value=op, reason="request_id_conflict")
+            return known.status(op, True)
         if not spec.argv or any("\0" in word for word in spec.argv):
             raise InvalidRequest("not a command", field="argv", value=spec.argv[:1])
         if spec.run_in:
@@ -334,7 +337,7 @@ class FakeLink:
             raise Conflict("the session has ended", field="session", value=spec.run_in)
         if any(other.spec.run_in == spec.run_in and not other.done.is_set() for other in guest.ops.values()):
             raise Busy("another command runs in this session", field="session", value=spec.run_in)
-        state = guest.ops[op] = Op(msgspec.structs.replace(spec, env=shell.spec.env, cwd=shell.spec.cwd))
+        state = guest.ops[op] = Op(msgspec.structs.replace(spec, env=shell.spec.env, cwd=shell.spec.cwd), spec)
         state.task = asyncio.get_running_loop().create_task(guest.run_in(shell, state))
         state.task.add_done_callback(state.over)
         return state.status(op, True)

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 import pytest_asyncio
 
-from dsec.errors import DsecError, NodeError, NotFound, SandboxGone
+from dsec.errors import Conflict, DsecError, NodeError, NotFound, SandboxGone
 from dsec.model import ExecSpec, ExitReason, FileRequest, LayerRef
 from tests.fixtures_backend import MakeYard, Yard, sh
 
@@ -64,6 +64,19 @@ async def test_the_same_op_starts_once(box: Any) -> None:
         await box.link.start(op, spec)
         assert (await box.link.wait(op, 5)).exit_code == 0
     assert (await sh(box, "cat /tmp/log"))[1] == "line\n"
+
+
+@pytest.mark.parametrize("other", [{"argv": ("/bin/sh", "-c", "echo two")}, {"env": {"A": "1"}}, {"timeout_ms": 999}, {"stdin": True}])
+async def test_an_op_id_is_not_used_for_another_command(box: Any, other: dict[str, Any]) -> None:
+    """The id of an operation, running or ended, with another order is a conflict, and nothing runs; the first order again is a repeat."""
+    op = new_op()
+    spec = ExecSpec(argv=("/bin/sh", "-c", "echo one"))
+    for _ in range(2):
+        await box.link.start(op, spec)
+        with pytest.raises(Conflict) as caught:
+            await box.link.start(op, msgspec.structs.replace(spec, **other))
+        assert (caught.value.field, caught.value.reason) == ("op", "request_id_conflict")
+        assert (await box.link.wait(op, 5)).stdout.head == b"one\n"
 
 
 async def test_unknown_command_is_named(box: Any) -> None:

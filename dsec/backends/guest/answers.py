@@ -17,6 +17,7 @@ from dsec.model import Captured, OpStatus, Stat
 MERGED = 128 * 1024  # bytes of neighbouring pieces of output that are handed on as one
 
 FIXES = {"user": "name a user of the image, or a number", "cwd": "name a directory that is there and that the user may enter"}
+REASONS: dict[int, str] = {wire.Code.STALE: "stale_generation", wire.Code.REUSED: "request_id_conflict"}
 BY_CODE: dict[int, type[DsecError]] = {
     wire.Code.INVALID: InvalidRequest,
     wire.Code.NOT_FOUND: NotFound,
@@ -26,6 +27,7 @@ BY_CODE: dict[int, type[DsecError]] = {
     wire.Code.SANDBOX: SandboxError,
     wire.Code.STALE: Conflict,
     wire.Code.UNSUPPORTED: Unsupported,
+    wire.Code.REUSED: Conflict,
 }
 
 
@@ -117,12 +119,10 @@ def guest_error(error: wire.Error, values: Mapping[str, str], sandbox_id: str) -
     """The typed error of the guest's; ``values`` holds the order's fields, so that the error names the value that was wrong."""
     cls = BY_CODE.get(error.code, SandboxError)
     message = error.message[:400]
-    reason = errno.errorcode.get(error.errno, "")
+    reason = REASONS.get(error.code) or errno.errorcode.get(error.errno, "")
     detail = os.strerror(error.errno) if error.errno and error.field != "user" else ""  # a user is looked up, not opened
     if detail.lower() not in message.lower():
         message = f"{message}: {detail}"
-    if error.code == wire.Code.STALE:
-        reason = "stale_generation"
     return cls(
         message,
         field=error.field,

@@ -13,7 +13,7 @@ A connection is a Unix stream (container) or a virtio channel (VM). All integers
 | HELLO | <- | the same, with the highest generation seen, then u32 its pid inside |
 | START | -> | op, u32 flags (`Start`), u32 timeout_ms (0 none), u32 head, u32 tail, u16 rows, u16 cols, text user, text cwd, u32 argc,
 u32 envc, argc + envc texts |
-| STATUS | <- | status. Answers START once exec is known to have worked |
+| STATUS | <- | status. Answers START once exec is known to have worked; the same START again is answered by where the operation stands |
 | WAIT | -> | op. Answered at the operation's end by CAPTURE... DONE; START with NOTIFY is a START and a WAIT |
 | CAPTURE | <- | u8 stream (1, 2), u8 part (0 head, 1 tail), data: pieces of large captured output, in order |
 | DONE | <- | status, u32 lengths of stdout head, stdout tail, stderr head, stderr tail, then these bytes (empty after CAPTURE) |
@@ -116,6 +116,7 @@ class Code(enum.IntEnum):
     SANDBOX = 6
     STALE = 7
     UNSUPPORTED = 8
+    REUSED = 9
 
 
 class Start(enum.IntFlag):

@@ -41,7 +41,7 @@ enum frame_type {
     F_HELLO = 1, F_START, F_STATUS, F_WAIT, F_CAPTURE, F_DONE, F_OUTPUT, F_CREDIT, F_CHUNK, F_END, F_DETACH, F_INPUT,
     F_ACCEPTED, F_SIGNAL, F_OKAY, F_RESIZE, F_OPS, F_FILE, F_ERROR, F_STOP,
 };
-enum error_code { E_INVALID = 1, E_NOT_FOUND, E_CONFLICT, E_DENIED, E_BUSY, E_SANDBOX, E_STALE, E_UNSUPPORTED };
+enum error_code { E_INVALID = 1, E_NOT_FOUND, E_CONFLICT, E_DENIED, E_BUSY, E_SANDBOX, E_STALE, E_UNSUPPORTED, E_REUSED };
 enum start_flag { S_STDIN = 1, S_TTY = 2, S_BACKGROUND = 4, S_STREAM = 8, S_NOTIFY = 16, S_SERVICE = 32, S_SESSION = 64, S_RUN = 128, S_KNOWN = 255, S_SOCKET = 1 << 16 };
 enum file_verb { V_READ = 1, V_WRITE, V_STAT, V_LIST, V_MKDIR, V_REMOVE, V_RENAME, V_CHMOD, V_CHOWN, V_SYMLINK, V_LINK, V_TOUCH };
 enum file_flag { FF_CREATE = 1, FF_TRUNCATE = 2, FF_RECURSIVE = 4 };
@@ -73,7 +73,9 @@ struct start {
     struct text user, cwd;
     uint32_t argc, envc;
     const uint8_t *strings, *strings_end; /* argc + envc texts */
+    uint64_t digest; /* of the whole body: the same id with another order is told from a repeat */
 };
+uint64_t digest(const uint8_t *p, size_t n);
 struct output { const uint8_t *op; uint64_t offset[2], credit[2]; bool view; };
 struct input { const uint8_t *op; uint64_t offset; bool eof; const uint8_t *data; size_t n; };
 struct file {
@@ -133,6 +135,7 @@ struct waiter { struct waiter *next; uint32_t serial, request; uint64_t cursor; 
 struct op {
     struct op *next;
     uint8_t id[16];
+    uint64_t digest; /* of the START that made it */
     struct watch sup, in; /* supervisor's socket; stdin or the PTY's master for writing */
     uint32_t flags;
     bool running, exited, timed_out;

@@ -281,6 +281,7 @@ struct op *op_new(struct conn *c, uint32_t request, const struct start *s) {
         return NULL;
     }
     memcpy(op->id, s->op, 16);
+    op->digest = s->digest;
     op->flags = s->flags;
     op->running = true;
     op->started = now_us();

@@ -61,7 +61,12 @@ void op_start(struct conn *c, uint32_t request, const uint8_t *body, size_t n) {
         send_error(c, request, E_INVALID, 0, field, "malformed request");
         return;
     }
+    s.digest = digest(body, n);
     struct op *op = op_find(s.op);
+    if (op && op->digest != s.digest) {
+        send_error(c, request, E_REUSED, 0, "op", "this id was used for another command");
+        return;
+    }
     if (op) {
         op_again(op, c, request, s.flags & S_NOTIFY);
         return;
