@@ -26,10 +26,10 @@ from dsec import syscalls
 from dsec.backends import disk, runtime
 from dsec.backends.base import Capabilities, LaunchPlan, Undone
 from dsec.backends.driver import Driver, Site
+from dsec.backends.drivers import make_driver, settle
 from dsec.backends.holder_client import HolderClient
 from dsec.backends.instance import ContainerInstance, End
 from dsec.backends.network import OpenNetwork
-from dsec.backends.oci import OciDriver
 from dsec.backends.pack import Shelf
 from dsec.backends.pause import Pauser
 from dsec.backends.plan import MASKED, Node, memory_bytes
@@ -59,7 +59,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     edge: str
     state_dir: str
     generation: int
-    runtime: str = "auto"  # auto | crun | runc | a path
+    driver: str = "crun"  # native | crun | runc
+    runtime: str = "auto"  # of the OCI drivers: auto | crun | runc | a path
     cgroup_root: str = ""  # "" = dsec
     memory: int = 0  # bytes that all sandboxes together may use; 0 = no such limit
     userns: bool = True
@@ -134,16 +135,20 @@ class ContainerBackend:
             raise
 
     def _make_driver(self) -> Driver:
-        return OciDriver(self.site, self.options.runtime)
+        return make_driver(self.site, self.options.driver, self.options.runtime)
 
     async def _equip(self, opts: Options, root: str, userns: bool, why: str) -> None:
         """Programs, holder, and what this node can do."""
         self._launcher, self._guest = await asyncio.to_thread(runtime.programs, opts.launcher, opts.guest)
         await asyncio.to_thread(self._disks.look, userns)
+        self.site.cgroup_v2 = self._cgroups.version == 2
         await self._ensure_holder()
+        self.driver, no_native = settle(self.driver, self.site, opts.runtime)
         missing: dict[str, str] = {"snapshot": "not built yet", "fork": "not built yet"}
         if self.pauser.missing:
             missing["reclaim"] = self.pauser.missing
+        if no_native:
+            missing["driver=native"] = no_native
         if not userns:
             missing["userns"] = why
             if self._cgroups.version == 2:
@@ -189,6 +194,8 @@ class ContainerBackend:
                     if last:
                         raise
             await self._holder.restore_kits()
+            if self.driver.name == "native":
+                await self._holder.request("zygotes")
             if self.options.remote:
                 await self._holder.request("loader")  # it takes a moment to start: before the first layer needs it
             if self._disks.in_image:
@@ -336,6 +343,7 @@ class ContainerBackend:
             oom_kills=functools.partial(self._cgroups.oom_kills, plan.ulid),
             defaults={"user": plan.user, "cwd": plan.workdir},
             memory=memory_bytes(plan),
+            frozen=functools.partial(self._cgroups.frozen, plan.ulid),
         )
         instance = ContainerInstance(self, plan, pid, link)
         self._instances[plan.ulid] = instance

@@ -25,6 +25,7 @@ class Site:
         self.network = network
         self.root = self.prefix = ""  # where roots and layers are attached in the holder's namespace
         self.by_paths = False  # overlays by paths, not by descriptors: the holder knows what its kernel can
+        self.cgroup_v2 = False
         self.masked_directories: frozenset[str] = frozenset()
         self.mappable: frozenset[str] = frozenset()  # disk modes whose file system can be id-mapped
 

@@ -34,8 +34,9 @@ from typing import Any
 
 from dsec import syscalls
 from dsec.backends.holder_disks import DiskStores
-from dsec.backends.holder_parts import Call, Edge, Refused
+from dsec.backends.holder_parts import Call, Edge, Refused, Sandbox
 from dsec.backends.ondemand import OnDemand
+from dsec.backends.zygotes import Zygotes
 
 _COMM = ctypes.create_string_buffer(b"dsec-holder")
 MAX_MESSAGE = 128 * 1024
@@ -48,25 +49,11 @@ GUEST_LAYER = "guest"
 ROOTS = ("/mnt", "/media", "/srv", "/opt", "/home")
 
 
-class Sandbox:
-    """One launch: the launcher (then the runtime) while it runs, and the sandbox's init from then on."""
-
-    def __init__(self, ulid: str) -> None:
-        self.ulid = ulid
-        self.launcher = -1  # pidfd
-        self.launcher_pid = 0
-        self.status = -1  # read end of the launcher's status pipe
-        self.pidfile = ""
-        self.init = -1  # pidfd
-        self.pid = 0
-        self.child = True  # ours to wait for; False for one adopted after a holder's death
-        self.doomed = False
-        self.reply: tuple[Edge, int] | None = None
-
-
-class Holder(DiskStores, OnDemand):
+class Holder(OnDemand, Zygotes, DiskStores):
     def __init__(self, listener: socket.socket, launcher: str, linger: float) -> None:
-        super().__init__()
+        OnDemand.__init__(self)
+        Zygotes.__init__(self)
+        DiskStores.__init__(self)
         self.listener = listener
         self.launcher = launcher
         self.linger = linger
@@ -194,23 +181,12 @@ class Holder(DiskStores, OnDemand):
 
     def op_launch(self, call: Call) -> dict[str, Any] | None:
         """Start a launcher; answered when the runtime has ended and the sandbox's init is known."""
-        ulid = call["ulid"]
-        if ulid in self.sandboxes or ulid in self.exits:
-            raise Refused(f"{ulid} was launched already")
         if len(call.fds) != 1:
             raise Refused("a launch needs its listening socket")
+        box = self._admit(call)
         argv = [str(word) for word in call["argv"]]
         program = self._program(argv[argv.index("--") + 1])
-        keys = [GUEST_LAYER, *call["lowers"]]
-        top = call.message.get("top", "")  # a directory of the sandbox's own above them
-        missing = [key for key in keys if key not in self.layers]
-        if missing:
-            raise Refused(f"layers are not mounted: {', '.join(missing)}")
-        layers = [self.layers[key] for key in keys]
-        above = os.open(top, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC) if top else -1
-        if top:
-            layers.insert(0, above)
-        box = Sandbox(ulid)
+        layers = self._layers_of(call)
         box.pidfile = call["pidfile"]
         status, status_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         box.status = status
@@ -219,9 +195,8 @@ class Holder(DiskStores, OnDemand):
         if program >= 0:
             sources.append(_high(program))
             argv.insert(0, "-x")
-        os.close(status_write)
-        if top:
-            os.close(above)
+        for fd in (status_write, *layers):
+            os.close(fd)
         actions: list[tuple[Any, ...]] = [(os.POSIX_SPAWN_DUP2, source, LISTEN_FD + index) for index, source in enumerate(sources)]
         actions += [(os.POSIX_SPAWN_OPEN, fd, "/dev/null", os.O_RDWR, 0) for fd in (0, 1, 2)]
         argv = [self.launcher, "-l", str(len(layers)), "-r", f"{self.place}/root", *argv]
@@ -236,10 +211,25 @@ class Holder(DiskStores, OnDemand):
         finally:
             for source in sources:
                 os.close(source)
-        box.reply = (call.edge, call["id"])
-        self.sandboxes[ulid] = box
+        self.sandboxes[box.ulid] = box
         self._watch(box.launcher, "launcher", box)
         return None
+
+    def _admit(self, call: Call) -> Sandbox:
+        if call["ulid"] in self.sandboxes or call["ulid"] in self.exits:
+            raise Refused(f"{call['ulid']} was launched already")
+        box = Sandbox(call["ulid"])
+        box.reply = (call.edge, call["id"])
+        return box
+
+    def _layers_of(self, call: Call) -> list[int]:
+        """Descriptors of a launch's layers, topmost first; the caller closes them."""
+        keys = [GUEST_LAYER, *call["lowers"]]
+        if missing := [key for key in keys if key not in self.layers]:
+            raise Refused(f"layers are not mounted: {', '.join(missing)}")
+        top = call.message.get("top", "")  # a directory of the sandbox's own above them
+        above = [os.open(top, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)] if top else []
+        return above + [os.dup(self.layers[key]) for key in keys]
 
     def _program(self, path: str) -> int:
         """The runtime as a sealed memfd, made once; -1 where that cannot be. A runtime that finds itself in one needs no private copy of
@@ -371,7 +361,7 @@ class Holder(DiskStores, OnDemand):
     def _reap_strays(self) -> None:
         """Wait for children that nobody watches: what a killed runtime left. Walks all children, so only after such a kill."""
         known = {box.pid for box in self.sandboxes.values()} | {box.launcher_pid for box in self.sandboxes.values()}
-        known.add(self.loader_pid)
+        known |= {self.loader_pid, *self.zygote_pids()}
         while True:
             try:
                 found = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -391,7 +381,7 @@ class Holder(DiskStores, OnDemand):
                     self._accept()
                 elif fd in self.edges:
                     self._read(self.edges[fd])
-                elif self.loader_event(fd):
+                elif self.loader_event(fd) or self.zygote_event(fd):
                     continue
                 elif fd in self.by_fd:
                     kind, box = self.by_fd[fd]

@@ -27,3 +27,19 @@ class Call:
 
     def __getitem__(self, field: str) -> Any:
         return self.message[field]
+
+
+class Sandbox:
+    """One launch: the launcher (then the runtime) while it runs, and the sandbox's init from then on."""
+
+    def __init__(self, ulid: str) -> None:
+        self.ulid = ulid
+        self.launcher = -1  # pidfd
+        self.launcher_pid = 0
+        self.status = -1  # read end of the launcher's status pipe
+        self.pidfile = ""
+        self.init = -1  # pidfd
+        self.pid = 0
+        self.child = True  # ours to wait for; False for one adopted after a holder's death
+        self.doomed = False
+        self.reply: tuple[Edge, int] | None = None

@@ -1,3 +1,268 @@
+/* One of the holder's helpers, one a core: it stays, and starts a sandbox for each request.
+ *
+ * A request is one SEQPACKET message {magic, number, more, 0} on descriptor 3 with descriptors: the frame, the listening socket, then
+ * the layers, topmost first; `more` messages with further layers follow. The answer is {number, pid, errno} and a text, with a pidfd
+ * when there was a process: pid and errno 0 mean that nothing was started, text and errno say at which step it failed.
+ *
+ * The sandbox's init is a child of the holder (CLONE_PARENT), and outlives this process. Descriptors below `first_free` stay for
+ * ever and are all in use, so whatever a request brings or makes is above and is closed when it ends, however it ended. */
 #include "launcher.h"
+#include <errno.h>
+#include <fcntl.h>
+#include <poll.h>
+#include <sched.h>
+#include <setjmp.h>
+#include <signal.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mount.h>
+#include <sys/prctl.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#include <linux/sched.h>
 
-int zygote_main(void) { return 2; }
+enum { CONTROL_FD = 3, FDS_A_MESSAGE = 250, MAX_FDS = MAX_LOWERS + 2, SETUP_MS = 30000, MAX_TEXT = 1000 };
+static const char *const NODES[] = {"null", "zero", "full", "random", "urandom", "tty"};
+enum { NODE_COUNT = sizeof NODES / sizeof *NODES };
+
+struct request {
+    uint32_t magic, number, more, zero;
+};
+struct answer {
+    uint32_t number;
+    int32_t pid, error;
+    char text[MAX_TEXT];
+};
+struct news { /* of a child that fails */
+    int32_t error;
+    char text[MAX_TEXT];
+};
+
+static uint8_t frame[MAX_FRAME];
+static const char *environment[MAX_ENV + 1];
+static struct order order;
+static int fds[MAX_FDS], fd_count;
+static int nodes[NODE_COUNT], empty_directory, empty_namespace, first_free, news_pipe;
+static jmp_buf failed;
+static int failed_error;
+static char failed_text[MAX_TEXT];
+
+static void jump_back(int error, const char *text) {
+    failed_error = error ? error : EINVAL;
+    snprintf(failed_text, sizeof failed_text, "%s", text);
+    longjmp(failed, 1);
+}
+
+static void tell_zygote(int error, const char *text) {
+    struct news news = {.error = error ? error : EINVAL};
+    snprintf(news.text, sizeof news.text, "%s", text);
+    if (write(news_pipe, &news, sizeof news) < 0) _exit(112);
+    _exit(111);
+}
+
+static void end_with_words(int error, const char *text) {
+    dprintf(2, "zygote: %s: %s\n", text, strerror(error));
+    _exit(3);
+}
+
+/* --- what stays */
+
+/* A mount namespace with one empty, read-only directory in it. Everything that is attached at the time is left behind. */
+static int make_empty_namespace(void) {
+    int proc = open("/proc/self/ns", O_PATH | O_DIRECTORY | O_CLOEXEC), home = openat(proc, "mnt", O_RDONLY | O_CLOEXEC);
+    if (home < 0) fail("open our mount namespace");
+    if (unshare(CLONE_NEWNS) || mount(0, "/", 0, MS_REC | MS_PRIVATE, 0)) fail("make a mount namespace");
+    if (mount("none", "/", "tmpfs", MS_NOSUID | MS_NODEV | MS_NOEXEC, "size=4k,nr_inodes=2,mode=0555")) fail("make an empty root");
+    int root = open("/..", O_PATH | O_DIRECTORY | O_CLOEXEC); /* dot-dot of the root goes up to what is mounted over it */
+    if (root < 0 || fchdir(root)) fail("enter the empty root");
+    if (syscall(SYS_pivot_root, ".", ".")) fail("turn to the empty root");
+    if (umount2(".", MNT_DETACH) || chdir("/")) fail("leave the old root");
+    if (mount("none", "/", 0, MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID | MS_NODEV | MS_NOEXEC, 0)) fail("make the empty root read-only");
+    int made = openat(proc, "mnt", O_RDONLY | O_CLOEXEC);
+    if (made < 0) fail("open the empty mount namespace");
+    if (setns(home, CLONE_NEWNS)) fail("return to our mount namespace");
+    close(home), close(proc), close(root);
+    return made;
+}
+
+static void prepare(void) {
+    char path[32];
+    struct attributes readonly = {.set = ATTR_RDONLY | ATTR_NOSUID | ATTR_NODEV | ATTR_NOEXEC};
+    empty_namespace = make_empty_namespace();
+    for (int i = 0; i < NODE_COUNT; i++) {
+        snprintf(path, sizeof path, "/dev/%s", NODES[i]);
+        nodes[i] = clone_mount(AT_FDCWD, path, -1);
+        /* Writing to a device is not writing to its mount; changing its mode, owner or times is. */
+        struct attributes device = {.set = ATTR_RDONLY | ATTR_NOSUID};
+        if (syscall(SYS_MOUNT_SETATTR, nodes[i], "", AT_EMPTY_PATH, &device, sizeof device)) fail("make %s read-only", path);
+    }
+    int context = syscall(SYS_FSOPEN, "tmpfs", CLOEXEC_FS);
+    if (context < 0 || configure(context, CONFIG_STRING, "size", "4k", 0) || configure(context, CONFIG_STRING, "mode", "0555", 0) ||
+        configure(context, CONFIG_CREATE, 0, 0, 0))
+        fail("make an empty directory");
+    empty_directory = syscall(SYS_FSMOUNT, context, CLOEXEC_FS, ATTR_RDONLY);
+    if (empty_directory < 0 || syscall(SYS_MOUNT_SETATTR, empty_directory, "", AT_EMPTY_PATH, &readonly, sizeof readonly))
+        fail("mount an empty directory");
+    close(context);
+    int moved = fcntl(empty_directory, F_DUPFD_CLOEXEC, 0); /* into the gap: what a request opens comes after the last that stays */
+    if (moved < 0 || moved > empty_directory) fail("close the gap of descriptors");
+    close(empty_directory);
+    empty_directory = moved;
+    first_free = moved + 1;
+    for (int fd = 0; fd < 256; fd++)
+        if ((fcntl(fd, F_GETFD) >= 0) != (fd < first_free)) errno = EBADF, fail("descriptor %d", fd);
+}
+
+/* --- a request */
+
+/* False when the holder is gone. */
+static bool receive(struct request *request) {
+    static union {
+        char bytes[CMSG_SPACE(FDS_A_MESSAGE * sizeof(int))];
+        struct cmsghdr align;
+    } control;
+    bool first = true;
+    fd_count = 0;
+    do {
+        struct request part;
+        struct iovec piece = {&part, sizeof part};
+        struct msghdr message = {.msg_iov = &piece, .msg_iovlen = 1, .msg_control = &control, .msg_controllen = sizeof control};
+        ssize_t got = recvmsg(CONTROL_FD, &message, MSG_CMSG_CLOEXEC);
+        if (got <= 0) return false;
+        struct cmsghdr *c = CMSG_FIRSTHDR(&message); /* the kernel joins all descriptors of a message */
+        if (c && c->cmsg_level == SOL_SOCKET && c->cmsg_type == SCM_RIGHTS) {
+            int count = (int)((c->cmsg_len - CMSG_LEN(0)) / sizeof(int));
+            for (int i = 0; i < count && fd_count < MAX_FDS; i++) memcpy(&fds[fd_count++], CMSG_DATA(c) + (size_t)i * sizeof(int), sizeof(int));
+        }
+        if (got != sizeof part || part.magic != FRAME_MAGIC || part.zero || message.msg_flags & (MSG_TRUNC | MSG_CTRUNC) ||
+            (!first && part.number != request->number))
+            end_with_words(EPROTO, "the holder does not speak our protocol");
+        *request = part;
+        first = false;
+    } while (request->more);
+    return true;
+}
+
+static void read_order(int fd) {
+    struct stat st;
+    if (fstat(fd, &st)) fail("look at the frame");
+    if (st.st_size < 0 || st.st_size > MAX_FRAME) errno = E2BIG, fail("refused: frame: larger than %d bytes", MAX_FRAME);
+    ssize_t size = pread(fd, frame, (size_t)st.st_size, 0);
+    if (size != st.st_size) fail("read the frame");
+    const char *field = "frame", *why = "";
+    if (!parse_order(frame, (size_t)size, environment, &order, &field, &why)) errno = EINVAL, fail("refused: %s: %s", field, why);
+    if ((int)order.lowers != fd_count - 2) errno = EINVAL, fail("refused: lowers: %u are ordered and %d came", order.lowers, fd_count - 2);
+}
+
+static int node_by_name(const char *name) {
+    for (int i = 0; i < NODE_COUNT; i++)
+        if (!strcmp(name, NODES[i])) return nodes[i];
+    errno = EINVAL;
+    fail("refused: nodes: %.64s is not one of ours", name);
+}
+
+struct started {
+    int pid, pidfd, news;
+};
+
+static struct started start(void) {
+    static int chosen[MAX_NODES], groups[MAX_GROUPS], lowers[MAX_LOWERS];
+    if (fd_count < 3) errno = EINVAL, fail("refused: descriptors: frame, listener and a layer are needed");
+    read_order(fds[0]);
+    for (int i = 0; i < order.node_count; i++) chosen[i] = node_by_name(order.nodes[i]);
+    for (int i = 0; i < order.group_count; i++)
+        if ((groups[i] = open(order.groups[i], O_WRONLY | O_CLOEXEC)) < 0) fail("open %s", order.groups[i]);
+    int group2 = order.group2 ? open(order.group2, O_PATH | O_DIRECTORY | O_CLOEXEC) : 0;
+    if (group2 < 0) fail("open %s", order.group2);
+    int userns = order.has_ids ? make_userns(order.base, order.count) : -1;
+    for (uint32_t i = 0; i < order.lowers; i++) lowers[i] = clone_mount(fds[2 + i], "", userns);
+    int upper = make_upper(&order.upper, userns);
+    int overlay = overlay_by_descriptors(lowers, (int)order.lowers, upper, order.base, true);
+    int kept = keep_upper(upper);
+    struct prepared prepared = {
+        .order = &order, .overlay = overlay, .upper = kept, .listener = fds[1], .userns = userns, .empty_namespace = empty_namespace,
+        .empty_directory = empty_directory, .nodes = chosen, .groups = groups,
+    };
+    int ends[2], pidfd = -1;
+    if (pipe2(ends, O_CLOEXEC)) fail("make a pipe");
+    struct clone_args how = {
+        .flags = CLONE_NEWPID | CLONE_PARENT | CLONE_PIDFD | (order.group2 ? CLONE_INTO_CGROUP : 0), .pidfd = (uintptr_t)&pidfd,
+        .cgroup = (uint64_t)group2,
+    };
+    long pid = syscall(SYS_CLONE3, &how, sizeof how);
+    if (pid < 0) fail("make a process");
+    if (pid == 0) {
+        news_pipe = ends[1];
+        on_failure = tell_zygote;
+        prctl(PR_SET_NAME, "dsec-launch");
+        become_sandbox(&prepared);
+    }
+    close(ends[1]);
+    return (struct started){.pid = (int)pid, .pidfd = pidfd, .news = ends[0]};
+}
+
+/* Until the agent is executed, which closes the pipe, or the child says what failed. */
+static void follow(const struct started *child, struct answer *answer) {
+    struct news news;
+    struct pollfd wait = {.fd = child->news, .events = POLLIN}, death = {.fd = child->pidfd, .events = POLLIN};
+    int ready;
+    while ((ready = poll(&wait, 1, SETUP_MS)) < 0 && errno == EINTR) {}
+    answer->pid = child->pid;
+    if (ready == 0) answer->error = ETIMEDOUT, snprintf(answer->text, MAX_TEXT, "set the sandbox up within %d ms", SETUP_MS);
+    else if (read(child->news, &news, sizeof news) == sizeof news) {
+        answer->error = news.error;
+        memcpy(answer->text, news.text, MAX_TEXT);
+    } else if (poll(&death, 1, 0) > 0) answer->error = ESRCH, snprintf(answer->text, MAX_TEXT, "its init was killed, or ended at once");
+    if (answer->error) syscall(SYS_pidfd_send_signal, child->pidfd, SIGKILL, NULL, 0);
+}
+
+static void reply(const struct answer *answer, int pidfd) {
+    union {
+        char bytes[CMSG_SPACE(sizeof(int))];
+        struct cmsghdr align;
+    } control = {0};
+    struct iovec piece = {(void *)answer, offsetof(struct answer, text) + strnlen(answer->text, MAX_TEXT)};
+    struct msghdr message = {.msg_iov = &piece, .msg_iovlen = 1};
+    if (pidfd >= 0) {
+        message.msg_control = &control;
+        message.msg_controllen = sizeof control;
+        struct cmsghdr *c = CMSG_FIRSTHDR(&message);
+        c->cmsg_level = SOL_SOCKET;
+        c->cmsg_type = SCM_RIGHTS;
+        c->cmsg_len = CMSG_LEN(sizeof(int));
+        memcpy(CMSG_DATA(c), &pidfd, sizeof(int));
+    }
+    if (sendmsg(CONTROL_FD, &message, MSG_NOSIGNAL) < 0) _exit(0); /* the holder is gone */
+}
+
+int zygote_main(void) {
+    static struct request request;
+    static struct answer answer;
+    static struct started child;
+    on_failure = end_with_words;
+    signal(SIGPIPE, SIG_IGN);
+    prctl(PR_SET_PDEATHSIG, SIGKILL);
+    prctl(PR_SET_NAME, "dsec-zygote");
+    if (fcntl(CONTROL_FD, F_SETFD, FD_CLOEXEC)) return 2;
+    prepare();
+    on_failure = jump_back;
+    while (receive(&request)) {
+        memset(&answer, 0, sizeof answer);
+        child = (struct started){.pidfd = -1};
+        answer.number = request.number;
+        if (setjmp(failed)) {
+            act_as(0); /* it may have failed while it was somebody else */
+            answer.error = failed_error;
+            memcpy(answer.text, failed_text, MAX_TEXT);
+        } else {
+            child = start();
+            follow(&child, &answer);
+        }
+        reply(&answer, child.pidfd);
+        syscall(SYS_CLOSE_RANGE, first_free, ~0u, 0);
+    }
+    return 0;
+}

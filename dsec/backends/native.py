@@ -1,0 +1,73 @@
+"""The driver that starts containers by the project's own launcher: a frame to one of the holder's zygotes, and no runtime."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import os
+import platform
+import socket
+
+from dsec.backends import frame, runtime
+from dsec.backends.base import LaunchPlan
+from dsec.backends.driver import LAUNCH_TIMEOUT, Site
+from dsec.backends.network import TOP
+from dsec.backends.pack import UPPER_FD
+from dsec.errors import NodeError
+from dsec.security import seccomp
+
+LISTENER_FD = 3
+ARCHES = ("x86_64", "aarch64")
+
+
+def trouble(site: Site) -> str:
+    """Why the native launcher cannot serve here; "" when it can."""
+    if platform.machine() not in ARCHES:
+        return f"the launcher is not built for {platform.machine()}"
+    if site.by_paths:
+        return "this kernel makes no overlay from detached mounts (Linux 6.15)"
+    return ""
+
+
+class NativeDriver:
+    """Implements `dsec.backends.driver.Driver`."""
+
+    name = "native"
+    keep = ""
+
+    def __init__(self, site: Site) -> None:
+        self.site = site
+
+    def make(self, plan: LaunchPlan) -> None:
+        """Nothing is needed on disk."""
+
+    async def start(self, plan: LaunchPlan, listener: socket.socket, groups: tuple[str, ...]) -> int:
+        top = f"{plan.state_dir}/{TOP}" if self.site.network.as_layer(plan) else ""
+        data = frame.render(
+            plan,
+            lowers=len(plan.lowers) + 1 + bool(top),
+            args=frame.arguments(plan, LISTENER_FD, UPPER_FD),
+            groups=() if self.site.cgroup_v2 else groups,
+            group2=os.path.dirname(groups[0]) if self.site.cgroup_v2 else "",
+            seccomp=seccomp.compiled(seccomp.profile(plan.seccomp)) if plan.seccomp else b"",
+            nofile=_nofile(),
+            own_upper=plan.idmap is not None and plan.disk_mode not in self.site.mappable,
+        )
+        fd = os.memfd_create("launch", os.MFD_CLOEXEC)
+        try:
+            os.write(fd, data)
+            started = self.site.holder.request(
+                "spawn", fds=(listener.fileno(), fd), ulid=plan.ulid, lowers=[layer.digest for layer in plan.lowers], top=top
+            )
+            answer = await asyncio.wait_for(started, LAUNCH_TIMEOUT)
+        except TimeoutError as error:
+            raise NodeError(f"no sandbox within {LAUNCH_TIMEOUT} s", sandbox=plan.id, reason="launcher") from error
+        finally:
+            os.close(fd)
+        return int(answer["pid"])
+
+    async def detail(self, plan: LaunchPlan) -> str:  # noqa: ARG002 - the zygote's answer says it all
+        return ""
+
+
+_nofile = functools.cache(runtime.nofile)

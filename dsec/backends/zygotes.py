@@ -1,0 +1,193 @@
+"""The holder's part in native launches: it keeps the zygotes (launcher/zygote.c), one a core, and hands each launch to an idle one.
+
+The holder never looks into a frame. It adds the descriptors of the layers, keeps launches in order while all zygotes are busy, and learns
+the sandbox's init, which is its own child, by a pidfd. Standard library only.
+"""
+
+from __future__ import annotations
+
+import array
+import collections
+import os
+import select
+import signal
+import socket
+import struct
+import sys
+from typing import Any
+
+from dsec import syscalls
+from dsec.backends.holder_parts import Call, Refused, Sandbox
+
+MAGIC = 0x314C5344
+REQUEST = struct.Struct("=IIII")  # magic, number, more, zero
+ANSWER = struct.Struct("=Iii")  # number, pid, errno; then a text
+FDS_A_MESSAGE = 250  # of the kernel's 253
+MAX_TEXT = 1000
+FAST_DEATHS = 20  # after so many a zygote is not started again: something is wrong with this node
+
+
+class Zygote:
+    """One helper and what it is busy with."""
+
+    def __init__(self, pid: int, pidfd: int, sock: socket.socket) -> None:
+        self.pid, self.pidfd, self.sock = pid, pidfd, sock
+        self.number = 0
+        self.box: Sandbox | None = None
+
+
+class Zygotes:
+    """Mixed into the holder."""
+
+    epoll: select.epoll
+    launcher: str
+    sandboxes: dict[str, Sandbox]
+
+    def __init__(self) -> None:
+        self.zygotes: dict[int, Zygote] = {}  # by the number of their socket
+        self.zygote_deaths = 0
+        self._queue: collections.deque[tuple[Sandbox, list[int]]] = collections.deque()
+
+    # What the holder gives.
+    def _admit(self, call: Call) -> Sandbox:
+        raise NotImplementedError
+
+    def _layers_of(self, call: Call) -> list[int]:
+        raise NotImplementedError
+
+    def _watch(self, fd: int, kind: str, box: Sandbox) -> None:
+        raise NotImplementedError
+
+    def _answer(self, box: Sandbox, body: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+    def _gone(self, box: Sandbox, status: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+    # --- requests --------------------------------------------------------------------------------------------------
+
+    def op_zygotes(self, call: Call) -> dict[str, Any]:
+        """Have them ready; ``count`` 0 means one a core."""
+        self._keep(call.message.get("count", 0) or len(os.sched_getaffinity(0)))
+        return {"pids": [zygote.pid for zygote in self.zygotes.values()], "deaths": self.zygote_deaths}
+
+    def op_spawn(self, call: Call) -> dict[str, Any] | None:
+        """Start a sandbox from a frame; answered when its agent runs. Descriptors: the listening socket and the frame."""
+        if len(call.fds) != 2:
+            raise Refused("a launch needs its listening socket and its frame")
+        box = self._admit(call)
+        self._keep(1)
+        layers = self._layers_of(call)  # ours to close
+        listener, frame = (os.dup(fd) for fd in call.fds)
+        self.sandboxes[box.ulid] = box
+        self._queue.append((box, [frame, listener, *layers]))
+        self._hand_out_launches()
+        return None
+
+    def _hand_out_launches(self) -> None:
+        for zygote in list(self.zygotes.values()):
+            while zygote.box is None and self._queue:
+                box, fds = self._queue.popleft()
+                if not box.doomed:
+                    try:
+                        self._order(zygote, box, fds)
+                    except OSError as error:  # it is dying: its end comes as an event of its own
+                        self._failed(box, f"zygote: {error}")
+                else:
+                    self._failed(box, "killed before it was launched")
+                for fd in fds:
+                    os.close(fd)
+        if self._queue and not self.zygotes:
+            while self._queue:
+                box, fds = self._queue.popleft()
+                for fd in fds:
+                    os.close(fd)
+                self._failed(box, f"no zygote is left: {self.zygote_deaths} have died")
+
+    def _order(self, zygote: Zygote, box: Sandbox, fds: list[int]) -> None:
+        zygote.number += 1
+        parts = [fds[at : at + FDS_A_MESSAGE] for at in range(0, len(fds), FDS_A_MESSAGE)]
+        for left, part in zip(range(len(parts) - 1, -1, -1), parts, strict=True):
+            head = REQUEST.pack(MAGIC, zygote.number, left, 0)
+            zygote.sock.sendmsg([head], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", part))])
+        zygote.box = box
+
+    def _failed(self, box: Sandbox, text: str) -> None:
+        self._gone(box, {"code": -1, "signal": 0})
+        self._answer(box, {"error": text})
+
+    # --- the helpers -----------------------------------------------------------------------------------------------
+
+    def _keep(self, count: int) -> None:
+        while len(self.zygotes) < count and self.zygote_deaths < FAST_DEATHS:
+            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            with theirs:
+                actions = [(os.POSIX_SPAWN_OPEN, fd, "/dev/null", os.O_RDWR, 0) for fd in (0, 1)]
+                pid = os.posix_spawn(
+                    self.launcher,
+                    [self.launcher, "zygote"],
+                    {},
+                    file_actions=[(os.POSIX_SPAWN_DUP2, theirs.fileno(), 3), *actions],
+                    setsid=True,
+                    setsigmask=(),
+                    setsigdef=(signal.SIGPIPE, signal.SIGINT, signal.SIGHUP, signal.SIGTERM),
+                )
+            ours.settimeout(5.0)  # for sends; it reads one launch at a time and nothing else is sent
+            self.zygotes[ours.fileno()] = Zygote(pid, syscalls.pidfd_open(pid), ours)
+            self.epoll.register(ours.fileno(), select.EPOLLIN)
+
+    def zygote_pids(self) -> set[int]:
+        return {zygote.pid for zygote in self.zygotes.values()}
+
+    def zygote_event(self, fd: int) -> bool:
+        """An answer or a death; False when the descriptor is none of theirs."""
+        zygote = self.zygotes.get(fd)
+        if zygote is None:
+            return False
+        try:
+            data, ancillary, _, _ = zygote.sock.recvmsg(
+                ANSWER.size + MAX_TEXT, socket.CMSG_SPACE(4), socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT
+            )
+        except BlockingIOError:
+            return True
+        except OSError:
+            data, ancillary = b"", []
+        fds = array.array("i")
+        for _, _, payload in ancillary:
+            fds.frombytes(payload[: len(payload) - len(payload) % 4])
+        if len(data) < ANSWER.size:
+            self._zygote_died(zygote)
+        else:
+            number, pid, code = ANSWER.unpack_from(data)
+            box, zygote.box = zygote.box, None
+            if box is None or number != zygote.number:
+                raise Refused(f"zygote {zygote.pid} answered {number}, which nobody asked")
+            self._launched(box, pid, fds[0] if fds else -1, code, data[ANSWER.size :].decode(errors="replace"))
+        self._hand_out_launches()
+        return True
+
+    def _launched(self, box: Sandbox, pid: int, pidfd: int, code: int, text: str) -> None:
+        if pidfd < 0:
+            self._failed(box, f"{text}: {os.strerror(code)}")
+            return
+        box.init, box.pid = pidfd, pid
+        self._watch(box.init, "init", box)
+        if code or box.doomed:
+            syscalls.pidfd_send_signal(box.init, signal.SIGKILL)
+            self._answer(box, {"error": f"{text}: {os.strerror(code)}" if code else "killed while it was launched"})
+        else:
+            self._answer(box, {"ok": {"pid": pid}})
+
+    def _zygote_died(self, zygote: Zygote) -> None:
+        """What it was starting is not known to us: the cgroups' owner kills it there, and it becomes one of the strays that are reaped."""
+        del self.zygotes[zygote.sock.fileno()]
+        self.epoll.unregister(zygote.sock.fileno())
+        zygote.sock.close()
+        syscalls.pidfd_send_signal(zygote.pidfd, signal.SIGKILL)
+        end = syscalls.waitid(zygote.pidfd, block=True)
+        os.close(zygote.pidfd)
+        self.zygote_deaths += 1
+        sys.stderr.write(f"holder: zygote {zygote.pid} ended with {end}\n")
+        if zygote.box is not None:
+            self._failed(zygote.box, "the zygote died")
+        self._keep(len(self.zygotes) + 1)
