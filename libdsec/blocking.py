@@ -20,7 +20,7 @@ from typing import Any, Literal, Self, TypeVar, Unpack
 import libdsec.client as aio
 from dsec.bus.messages import ClusterView, Event
 from dsec.errors import InvalidRequest
-from dsec.model import Exit, OpStatus, PackedLayer, SandboxInfo, SandboxSpec, Stat
+from dsec.model import Exit, OpStatus, PackedLayer, Paused, SandboxInfo, SandboxSpec, Stat
 from libdsec.burst import Burst as AioBurst
 from libdsec.files import Files as AioFiles
 from libdsec.forward import Address, Forward
@@ -299,8 +299,8 @@ class Sandbox:
     def stop(self, grace: float = 0.0) -> None:
         self._loop.run(self._sandbox.stop(grace))
 
-    def pause(self) -> None:
-        self._loop.run(self._sandbox.pause())
+    def pause(self) -> Paused:
+        return self._loop.run(self._sandbox.pause())
 
     def resume(self) -> None:
         self._loop.run(self._sandbox.resume())

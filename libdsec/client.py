@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-from collections.abc import AsyncGenerator, Generator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, NoReturn, Self, TypeVar, Unpack
 
 import msgspec
 
 from dsec.bus import subjects
-from dsec.bus.messages import ClusterView, Empty, Event, InfoReply, Lease, ListReply, ManyReply, Selector
+from dsec.bus.messages import ClusterView, Empty, Event, InfoReply, Lease, ListReply, ManyReply, PauseReply, Selector
 from dsec.bus.subjects import Caller
 from dsec.bus.transport import Msg, Subscription
 from dsec.errors import DeadlineExceeded, DsecError, InvalidRequest, NotFound, SandboxGone, Unavailable, from_body
@@ -22,11 +22,12 @@ from libdsec.lease import LeaseKeeper
 from libdsec.plan import expand
 from libdsec.results import ItemOutcome
 from libdsec.sandbox import Sandbox
-from libdsec.spec import Options, labels_map, milliseconds, spec, text, wrong
+from libdsec.spec import Options, labels_map, milliseconds, spec, text, whole, wrong
 from libdsec.wire import Wire
 
 T = TypeVar("T")
 Handles = list[Sandbox]
+Progress = Callable[[int, int], object]  # how many are done, of how many
 Outcomes = list[ItemOutcome]  # a method is called `list` below
 
 URL_VARIABLE, PROJECT_VARIABLE = "DSEC_URL", "DSEC_PROJECT"
@@ -281,13 +282,34 @@ class Client:
         """End all that carry these labels (or have these ids, or all of the project); what became of each."""
         return await self._many("stop", labels, ids, everything)
 
-    async def pause(self, labels: Mapping[str, str] | None = None, *, ids: Iterable[str] = (), everything: bool = False) -> Outcomes:
-        """Freeze a job; what became of each sandbox."""
-        return await self._many("pause", labels, ids, everything)
+    async def pause(
+        self,
+        labels: Mapping[str, str] | None = None,
+        *,
+        ids: Iterable[str] = (),
+        everything: bool = False,
+        progress: Progress | None = None,
+        parallel: int = 64,
+    ) -> Outcomes:
+        """Freeze a job and give its memory back: what became of each sandbox, and what its pause gave (`ItemOutcome.paused`).
 
-    async def resume(self, labels: Mapping[str, str] | None = None, *, ids: Iterable[str] = (), everything: bool = False) -> Outcomes:
-        """Thaw a job; what became of each sandbox."""
-        return await self._many("resume", labels, ids, everything)
+        Commands that run stand still, and their time-outs with them; who waits for one goes on waiting. Any other request resumes its
+        sandbox. ``parallel`` are asked at one time; ``progress(done, all)`` is called as they come. One that fails runs on.
+        """
+        return await self._one_by_one("pause", labels, ids, everything, progress, parallel)
+
+    async def resume(
+        self,
+        labels: Mapping[str, str] | None = None,
+        *,
+        ids: Iterable[str] = (),
+        everything: bool = False,
+        progress: Progress | None = None,
+        parallel: int = 64,
+    ) -> Outcomes:
+        """Thaw a job; what became of each sandbox. On a full node they come before anybody's creates, and `Busy` is the outcome of those
+        for which there was no room in time."""
+        return await self._one_by_one("resume", labels, ids, everything, progress, parallel)
 
     async def prune(self, labels: Mapping[str, str] | None = None, *, ids: Iterable[str] = ()) -> Outcomes:
         """Forget sandboxes that have ended; those that it named. How they ended is then no longer known."""
@@ -341,6 +363,45 @@ class Client:
         missing = [sandbox_id for sandbox_id in chosen.ids if sandbox_id not in seen]
         results += await asyncio.gather(*(self._absent(verb, sandbox_id, silent) for sandbox_id in missing))
         return results
+
+    async def _one_by_one(
+        self,
+        verb: Literal["pause", "resume"],
+        labels: Mapping[str, str] | None,
+        ids: Iterable[str],
+        everything: bool,
+        progress: Progress | None,
+        parallel: int,
+    ) -> Outcomes:
+        """A request for each, which is repeated while its node is away: an Edge that restarts in between is asked again."""
+        chosen = _selector(labels, ids, ())
+        if not chosen.labels and not chosen.ids and not everything:
+            raise wrong(f"would {verb} every sandbox of the project", "labels", "", "give labels or ids, or everything=True")
+        whole(parallel, "parallel", 1, 10_000)
+        todo = list(chosen.ids) if chosen.ids and not chosen.labels else [info.id for info in await self.list(labels, ids=chosen.ids)]
+        view = await self._wire.view(timeout=2.0)
+        nodes = {node.edge for node in view.nodes}.union(view.expected) if view is not None else set()
+        gate = asyncio.Semaphore(parallel)
+        done = 0
+
+        async def one(sandbox_id: str) -> ItemOutcome:
+            nonlocal done
+            sid = SandboxId.parse(sandbox_id)
+            patience = MANY_TIMEOUT * 2 if sid.edge in nodes else MANY_TIMEOUT / 6  # a node that nobody knows need not be waited for
+            async with gate:
+                try:
+                    reply: PauseReply | Empty = await self._request(
+                        sid, verb, Empty(), PauseReply if verb == "pause" else Empty, timeout=patience, each=45.0
+                    )
+                    result = ItemOutcome(id=sandbox_id, paused=reply.paused if isinstance(reply, PauseReply) else None)
+                except DsecError as error:
+                    result = ItemOutcome(id=sandbox_id, error=error)
+            done += 1
+            if progress is not None:
+                progress(done, len(todo))
+            return result
+
+        return list(await asyncio.gather(*(one(sandbox_id) for sandbox_id in todo)))
 
     async def _absent(self, verb: str, sandbox_id: str, silent: Sequence[str]) -> ItemOutcome:
         """What to say of an id that no Edge has among the living. Stopping what has ended is fine."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import msgspec
 
 from dsec.errors import DsecError
-from dsec.model import Captured, OpStatus
+from dsec.model import Captured, OpStatus, Paused
 
 
 class Output(bytes):
@@ -110,6 +110,7 @@ class ItemOutcome(msgspec.Struct, frozen=True, kw_only=True):
 
     id: str
     error: DsecError | None = None
+    paused: Paused | None = None  # of a pause: what it gave back
 
     @property
     def ok(self) -> bool:

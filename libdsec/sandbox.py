@@ -22,11 +22,12 @@ from dsec.bus.messages import (
     OpsReply,
     PackReply,
     PackRequest,
+    PauseReply,
     SignalRequest,
     StopRequest,
 )
 from dsec.errors import Busy, DeadlineExceeded, DsecError, InvalidRequest, NotFound, SandboxGone, Unavailable
-from dsec.model import ExecSpec, Exit, ImageConfig, LayerRef, OpStatus, PackedLayer, SandboxId, SandboxInfo, State
+from dsec.model import ExecSpec, Exit, ImageConfig, LayerRef, OpStatus, PackedLayer, Paused, SandboxId, SandboxInfo, State
 from libdsec.files import Files
 from libdsec.results import ExecResult
 from libdsec.session import Session, shell_specs
@@ -266,13 +267,17 @@ class Sandbox:
         # Repeated under the same op: an Edge that died took the first request along.
         return (await self._request("pack_diff", request, PackReply, timeout=limit, each=5.0)).layer
 
-    async def pause(self) -> None:
-        """Freeze it; it then holds no reservation. Idempotent. The next request resumes it."""
-        await self._request("pause", Empty(), Empty, timeout=60.0, each=30.0)
+    async def pause(self) -> Paused:
+        """Freeze it and send its memory to its node's swap; what that gave back. It then holds no reservation. Idempotent.
+
+        The next request resumes it: a command, a file, a shell, a connection. Waiting for a command that runs is none. Time-outs of
+        commands and of the sandbox stand still. Where a node has no swap the memory stays, and `Paused.note` says so.
+        """
+        return (await self._request("pause", Empty(), PauseReply, timeout=120.0, each=45.0)).paused
 
     async def resume(self) -> None:
-        """Thaw it. Idempotent."""
-        await self._request("resume", Empty(), Empty, timeout=60.0, each=30.0)
+        """Thaw it. Idempotent. Raises `Busy` when its node has no room for it within half a minute."""
+        await self._request("resume", Empty(), Empty, timeout=60.0, each=45.0)
 
     async def info(self) -> SandboxInfo:
         """State, resources, usage; for one that has ended, its exit (as long as its Edge remembers it)."""
@@ -343,6 +348,7 @@ class Sandbox:
         until = None if limit is None else loop.time() + limit + GRACE
         heard = loop.time()
         known = False
+        stood = -1
         tries = 0
         pause = FIRST_PAUSE
         while True:
@@ -373,6 +379,9 @@ class Sandbox:
             if not reply.status.running:
                 return reply.status
             known, heard, pause = True, loop.time(), FIRST_PAUSE
+            if until is not None:  # while the sandbox stands still its commands' time-outs do too
+                until += max(0, reply.stood_ms - stood) / 1000 if stood >= 0 else 0.0
+                stood = reply.stood_ms
             if until is not None and loop.time() > until:
                 await self._kill_quietly(op)
                 raise DeadlineExceeded("the command is past its time-out and has not ended", sandbox=self.id, reason="exec")

@@ -53,6 +53,7 @@ class Edge:
         self, control: Bus, bulk: Bus, config: EdgeConfig, name: str, store: Store, host: Host, limits: capacity.Limits, events: EventSink
     ) -> None:
         self.bus, self.bulk, self.config, self.name, self.store, self.host, self.events = control, bulk, config, name, store, host, events
+        self.pausing = host.config.pause
         self.ledger = capacity.Ledger(limits)
         self.leases = leases.Leases(config.unclaimed_ms / 1000)
         self.reporter = Reporter(control, name, config.coalesce_ms / 1000)
@@ -128,7 +129,7 @@ class Edge:
         try:
             instance = await backend.adopt(_plan.decode(record.plan))
             if instance is not None and record.state is State.PAUSING:
-                await instance.pause()
+                await instance.pause(False)
             elif instance is not None and record.state in (State.RESUMING, State.CAPTURING):
                 await instance.resume()
         except (DsecError, OSError) as error:
@@ -164,7 +165,12 @@ class Edge:
         if record.lease:
             # A restarted Edge cannot know which claims were acknowledged: all count as claimed, and the lease gets a whole period.
             self.leases.add(record.lease, (record.principal, record.project), record.lease_ttl_ms / 1000, record.ulid, now, claimed=True)
+        unfinished = record.state is State.PAUSING
+        if record.still_ts:  # it stood still while no Edge was there
+            record.stood_ms, record.still_ts = record.stood_ms + max(0, round((time.time() - record.still_ts) * 1000)), 0.0
         sandbox.feed(event, how)
+        if event is On.ADOPTED_PAUSED and unfinished:
+            self.spawn(sandbox.complete_pause())
 
     # ------------------------------------------------------------------ what sandboxes tell (the Keeper protocol)
     def ready(self, sandbox: Sandbox) -> None:

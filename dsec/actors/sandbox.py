@@ -15,13 +15,14 @@ from typing import Protocol
 import msgspec
 import structlog
 
+from dsec.actors import pausing
 from dsec.actors.lifecycle import Clocks, Do, Life, On, Story, step
 from dsec.actors.store import Record, Store
-from dsec.backends.base import Backend, Broken, Instance, LaunchPlan, PackOrder, Undone
+from dsec.backends.base import Backend, Broken, Instance, LaunchPlan, PackOrder
 from dsec.bus.actor import Mailbox
-from dsec.config import EdgeConfig
+from dsec.config import EdgeConfig, PauseConfig
 from dsec.errors import Busy, Conflict, DeadlineExceeded, DsecError, NodeError, SandboxGone, Unsupported
-from dsec.model import Exit, ExitReason, PackedLayer, SandboxInfo, State, Usage
+from dsec.model import Exit, ExitReason, OpStatus, PackedLayer, Paused, SandboxInfo, State, Usage
 
 log = structlog.get_logger("dsec.sandbox")
 RELEASE_PAUSE = (0.1, 10.0)  # seconds between attempts to free a sandbox: first, longest
@@ -34,6 +35,7 @@ class Keeper(Protocol):
 
     store: Store
     config: EdgeConfig
+    pausing: PauseConfig
     over: bool  # the Edge has let go of its sandboxes: what happens to them is the next one's to find out
 
     def ready(self, sandbox: Sandbox) -> None: ...
@@ -78,6 +80,9 @@ class Sandbox:
         self.instance: Instance | None = None
         self.deadline = 0.0  # of its create, monotonic; 0 = none
         self._waiters: list[asyncio.Future[None]] = []
+        self.serving = 0  # requests that a pause waits for
+        self.served: asyncio.Future[None] | None = None  # … and how it hears of the last one's end
+        self.polls: set[asyncio.Timeout] = set()  # who waits for the end of an operation, and is woken by a pause
         self._packs: dict[str, tuple[PackOrder, asyncio.Future[PackedLayer]]] = {}
         self._launching: asyncio.Task[None] | None = None
         self._releasing: asyncio.Task[None] | None = None
@@ -109,10 +114,13 @@ class Sandbox:
         if self.life.exit is not None and self.life.exit.wall_ts == 0.0:
             self.life = msgspec.structs.replace(self.life, exit=msgspec.structs.replace(self.life.exit, wall_ts=time.time()))
         now = time.monotonic()
+        if _stands_still(before.state) and not _stands_still(self.state):
+            self.record.stood_ms, self.record.still_ts = self.stood_ms, 0.0
         if self.state is State.RUNNING and before.state is not State.RUNNING:
             self.clocks.start(now)
         elif _stands_still(self.state) and not _stands_still(before.state):
             self.clocks.pause(now)
+            self.record.still_ts = time.time()
         for effect in effects:
             self._do(effect)
 
@@ -132,7 +140,7 @@ class Sandbox:
         elif effect is Do.ANNOUNCE_STOPPED:
             self.keeper.stopped(self)
         elif effect is Do.ANNOUNCE_PAUSED:
-            self.keeper.changed(self, "paused")
+            self.keeper.changed(self, "paused", msgspec.to_builtins(self.record.paused) if self.record.paused else None)
         elif effect is Do.ANNOUNCE_RESUMED:
             self.keeper.changed(self, "resumed")
         elif effect is Do.WAKE_WAITERS:
@@ -277,40 +285,30 @@ class Sandbox:
         if waited:  # it held nothing, so it did not pass through release, which writes the end
             await self.keeper.store.update(self.record)
 
-    async def pause(self, deadline: float | None = None) -> None:
-        """Idempotent. Raises `Unsupported`, `SandboxGone`, `NodeError` (it runs on)."""
-        await self.mailbox.run(lambda: self._pause(deadline))
+    async def pause(self, deadline: float | None = None, *, idle: bool = False) -> Paused:
+        """What it gave back. Idempotent. ``idle``: only if nobody uses it.
 
-    async def _pause(self, deadline: float | None) -> None:
-        await self._settled(deadline)
-        if self.state is State.PAUSED:
-            return
-        if not self.backend.capabilities.pause:
-            missing = self.backend.capabilities.missing.get("pause", "this backend cannot pause")
-            raise Unsupported(f"cannot pause: {missing}", sandbox=self.id, reason="pause")
-        self.feed(On.PAUSE)
-        await self._move(On.PAUSED_OK, On.PAUSE_UNDONE)
+        Raises `Unsupported`, `SandboxGone`, `NodeError` (it runs on)."""
+        return await self.mailbox.run(lambda: pausing.pause(self, deadline, idle))
 
     async def resume(self, deadline: float | None = None) -> None:
         """Idempotent. Waits for room on the node until ``deadline``. Raises `Busy`, `SandboxGone`, `NodeError` (it stays paused)."""
-        await self.mailbox.run(lambda: self._resume(deadline))
+        if self.state is not State.RUNNING:
+            await self.mailbox.run(lambda: pausing.resume(self, deadline))
 
-    async def _resume(self, deadline: float | None) -> None:
-        await self._settled(deadline)
-        if self.state is State.RUNNING:
-            return
-        await self.keeper.reserve(self, deadline)
-        if self.state is not State.PAUSED:
-            # it was stopped while it waited for room; what was reserved meanwhile is given back where it ends
-            if self.within(State.STOPPED):
-                self.keeper.release(self)
-            raise self.gone()
-        self.feed(On.RESUME)
-        try:
-            await self._move(On.RESUMED_OK, On.RESUME_UNDONE)
-        finally:
-            if self.state is State.PAUSED:
-                self.keeper.release(self)
+    async def complete_pause(self) -> None:
+        """After a restart of the Edge in the middle of one."""
+        await self.mailbox.run(lambda: pausing.complete(self))
+
+    async def outcome(self, op: str, wait: float) -> OpStatus:
+        """Where an operation stands, once it has ended or ``wait`` seconds have passed. It does not wake a paused sandbox."""
+        return await pausing.outcome(self, op, wait)
+
+    @property
+    def stood_ms(self) -> int:
+        """How long it has stood still in its life so far, in milliseconds."""
+        since = self.clocks.paused_since
+        return self.record.stood_ms + (round((time.monotonic() - since) * 1000) if since else 0)
 
     async def pack_diff(self, op: str, order: PackOrder, deadline: float | None = None) -> PackedLayer:
         """What it changed becomes a layer; a paused sandbox stays paused. ``op`` again answers with the first one's outcome.
@@ -332,7 +330,7 @@ class Sandbox:
         return await asyncio.shield(task)
 
     async def _pack_diff(self, order: PackOrder, deadline: float | None) -> PackedLayer:
-        await self._settled(deadline)
+        await self.settled(deadline)
         if not self.backend.capabilities.pack_diff:
             missing = self.backend.capabilities.missing.get("pack_diff", "this backend cannot")
             raise Unsupported(f"cannot pack: {missing}", sandbox=self.id, reason="pack_diff")
@@ -364,29 +362,7 @@ class Sandbox:
         self.keeper.changed(self, "packed", {"name": layer.name, "digest": layer.digest, "size": layer.size})
         return layer
 
-    async def _move(self, ok: On, undone: On) -> None:
-        """Carry out pause or resume on the instance; its outcome is the next event."""
-        assert self.instance is not None
-        try:
-            await (self.instance.pause() if ok is On.PAUSED_OK else self.instance.resume())
-        except Undone as error:
-            self.feed(undone, detail=str(error))
-            raise
-        except Broken as error:
-            self.feed(On.BROKEN, detail=str(error))
-            raise
-        except SandboxGone:
-            await self._settled(None)
-            raise
-        except Exception as error:
-            self.feed(On.BROKEN, detail=repr(error))
-            raise
-        self.feed(ok)
-        if self.state in (State.STOPPING, State.STOPPED):
-            raise self.gone()
-        await self.keeper.store.update(self.write())
-
-    async def _settled(self, deadline: float | None) -> None:
+    async def settled(self, deadline: float | None) -> None:
         """Until it runs or is paused; raises `SandboxGone`."""
         while self.state not in SETTLED:
             if self.state is State.STOPPING:
@@ -396,26 +372,40 @@ class Sandbox:
             raise self.gone()
 
     @contextlib.asynccontextmanager
-    async def awake(self, deadline: float | None = None) -> AsyncIterator[Instance]:
-        """The running instance, for one request: a paused sandbox is resumed first, and none goes idle while a request runs."""
-        self.clocks.busy += 1
-        try:
+    async def awake(self, deadline: float | None = None, *, serving: bool = True) -> AsyncIterator[Instance]:
+        """The running instance, for one request: a paused sandbox is resumed first, and none goes idle while a request runs.
+
+        A pause waits a moment for requests that are being served; those that may last (``serving`` False) stand still with it.
+        """
+        async with self.in_use():
             while self.state is not State.RUNNING:
-                await self._settled(deadline)
+                await self.settled(deadline)
                 if self.state is State.PAUSED:
                     await self.resume(deadline)
             instance = self.instance
             assert instance is not None
+            self.serving += serving
             try:
                 yield instance
-            except SandboxGone:
-                # The guest's channel broke before its end was heard: say why it ended.
-                with contextlib.suppress(DeadlineExceeded):
-                    while not self.within(State.STOPPED) and self.life.exit is None:
-                        await self.changed(asyncio.get_running_loop().time() + 2.0)
-                if self.life.exit is not None:
-                    raise self.gone() from None
-                raise
+            finally:
+                self.serving -= serving
+                if self.served is not None and not self.serving and not self.served.done():
+                    self.served.set_result(None)
+
+    @contextlib.asynccontextmanager
+    async def in_use(self) -> AsyncIterator[None]:
+        """Somebody uses it: it is not idle. Should it end meanwhile, the error says why it did."""
+        self.clocks.busy += 1
+        try:
+            yield
+        except SandboxGone:
+            # The guest's channel broke before its end was heard: say why it ended.
+            with contextlib.suppress(DeadlineExceeded):
+                while not self.within(State.STOPPED) and self.life.exit is None:
+                    await self.changed(asyncio.get_running_loop().time() + 2.0)
+            if self.life.exit is not None:
+                raise self.gone() from None
+            raise
         finally:
             self.clocks.busy -= 1
             self.clocks.last_active = time.monotonic()
@@ -425,7 +415,7 @@ class Sandbox:
         """A clock ran out: pause or end it."""
         if event is On.IDLE and self.state is State.RUNNING and self.record.spec.on_idle == "pause" and self.backend.capabilities.pause:
             try:
-                await self.pause()
+                await self.pause(idle=True)
             except (Busy, NodeError, SandboxGone) as error:
                 log.warning("sandbox.idle_pause_failed", sandbox=self.id, error=str(error))
                 self.clocks.last_active = time.monotonic()
@@ -474,6 +464,7 @@ class Sandbox:
             command=self.plan.command,
             addresses=addresses(self.plan),
             lease=record.lease,
+            paused=record.paused if self.state is State.PAUSED else None,
         )
 
 

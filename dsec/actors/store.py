@@ -22,7 +22,7 @@ import msgspec
 import structlog
 
 from dsec.errors import Conflict, NodeError
-from dsec.model import Exit, LayerRef, SandboxSpec, State
+from dsec.model import Exit, LayerRef, Paused, SandboxSpec, State
 
 log = structlog.get_logger("dsec.store")
 
@@ -60,6 +60,9 @@ class Record(msgspec.Struct, kw_only=True, omit_defaults=True):
     ttl_left_ms: int = 0
     exit: Exit | None = None
     ended_ts: float = 0.0
+    paused: Paused | None = None  # of one that is paused: what that gave back
+    stood_ms: int = 0  # how long it stood still in pauses that have ended
+    still_ts: float = 0.0  # when the one that has not began
 
 
 class Store(Protocol):

@@ -42,6 +42,7 @@ from dsec.bus.messages import (
     OutputRequest,
     PackReply,
     PackRequest,
+    PauseReply,
     ResizeRequest,
     Selector,
     SignalRequest,
@@ -49,7 +50,7 @@ from dsec.bus.messages import (
 )
 from dsec.bus.subjects import Caller
 from dsec.errors import DsecError, InvalidRequest, NotFound, SandboxGone, to_body
-from dsec.model import ExecSpec, Exit, ExitReason, FileReply, FileRequest, SandboxInfo, State
+from dsec.model import ExecSpec, Exit, ExitReason, FileReply, FileRequest, Paused, SandboxInfo, State
 
 LIST_BYTES = 600_000  # of one ListReply, estimated
 
@@ -74,7 +75,7 @@ class Verbs:
             ("info", Empty, InfoReply, self.info),
             ("label", LabelRequest, InfoReply, self.label),
             ("log", Empty, LogReply, self.log),
-            ("pause", Empty, Empty, self.pause),
+            ("pause", Empty, PauseReply, self.pause),
             ("resume", Empty, Empty, self.resume),
             ("pack_diff", PackRequest, PackReply, self.pack_diff),
             ("stop", StopRequest, Empty, self.stop),
@@ -145,18 +146,20 @@ class Verbs:
     # ------------------------------------------------------------------ commands
     async def exec(self, context: Context, request: ExecRequest) -> ExecReply:
         sandbox = self._live(context)
-        async with sandbox.awake(context.deadline) as instance:
-            link = instance.link
-            if request.spec is not None:
-                status = await link.start(request.op, _with_defaults(request.spec, sandbox))
-                if status.running and not request.wait_ms:
-                    return ExecReply(status=bounded(status))
-                # One that has ended was asked for before: `wait` brings its captured output as well.
-            return ExecReply(status=bounded(await link.wait(request.op, _wait(context, request.wait_ms))))
+        if request.spec is not None:
+            async with sandbox.awake(context.deadline) as instance:
+                status = await instance.link.start(request.op, _with_defaults(request.spec, sandbox))
+            if status.running and not request.wait_ms:
+                return ExecReply(status=bounded(status), stood_ms=sandbox.stood_ms)
+            # One that has ended was asked for before: `outcome` brings its captured output as well.
+        return await self._outcome(sandbox, context, request)
 
     async def query(self, context: Context, request: ExecRequest) -> ExecReply:
-        async with self._live(context).awake(context.deadline) as instance:
-            return ExecReply(status=bounded(await instance.link.wait(request.op, _wait(context, request.wait_ms))))
+        return await self._outcome(self._live(context), context, request)
+
+    async def _outcome(self, sandbox: Sandbox, context: Context, request: ExecRequest) -> ExecReply:
+        status = await sandbox.outcome(request.op, _wait(context, request.wait_ms))
+        return ExecReply(status=bounded(status), stood_ms=sandbox.stood_ms)
 
     async def input(self, context: Context, request: InputRequest) -> InputReply:
         async with self._live(context).awake(context.deadline) as instance:
@@ -201,7 +204,7 @@ class Verbs:
     ) -> None:
         pump: Pump | None = None
         try:
-            async with sandbox.awake() as instance:
+            async with sandbox.awake(serving=False) as instance:
                 await instance.link.wait(request.op, 0)  # an unknown operation is told to the caller, not to the stream
                 pump = Pump(self.edge.bulk, subject, instance.link, request)
                 if self._readers.add(key, pump, request.replaces):
@@ -260,9 +263,8 @@ class Verbs:
         _, _, sid = subjects.sandbox_parse(context.subject)
         return LogReply(lines=tuple(self.edge.ended[sid.ulid][1].lines))
 
-    async def pause(self, context: Context, _request: Empty) -> Empty:
-        await self._live(context).pause(context.deadline)
-        return Empty()
+    async def pause(self, context: Context, _request: Empty) -> PauseReply:
+        return PauseReply(paused=await self._live(context).pause(context.deadline))
 
     async def resume(self, context: Context, _request: Empty) -> Empty:
         await self._live(context).resume(context.deadline)
@@ -342,7 +344,7 @@ class Verbs:
         await self.edge.prune(chosen)
         return ManyReply(edge=self.edge.name, results=tuple(ItemResult(id=f"{self.edge.name}-{ulid}") for ulid in chosen))
 
-    async def _each(self, context: Context, selector: Selector, do: Callable[[Sandbox], Awaitable[None]]) -> ManyReply:
+    async def _each(self, context: Context, selector: Selector, do: Callable[[Sandbox], Awaitable[Paused | None]]) -> ManyReply:
         caller = context.caller
         assert caller is not None
         gate = asyncio.Semaphore(self.edge.config.stop_parallel)
@@ -350,10 +352,9 @@ class Verbs:
         async def one(sandbox: Sandbox) -> ItemResult:
             async with gate:
                 try:
-                    await do(sandbox)
+                    return ItemResult(id=sandbox.id, paused=await do(sandbox))
                 except DsecError as error:
                     return ItemResult(id=sandbox.id, error=to_body(error))
-            return ItemResult(id=sandbox.id)
 
         results = await asyncio.gather(*(one(sandbox) for sandbox in self._select(caller, selector)))
         return ManyReply(edge=self.edge.name, results=tuple(results))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -121,8 +123,11 @@ def many(verb: str, help_: str) -> click.Command:
 
         async def work() -> list[ItemOutcome]:
             async with settings.connect() as client:
-                method = {"stop": client.stop, "pause": client.pause, "resume": client.resume}[verb]
-                return await method(pairs(label, "--label"), ids=ids, everything=everything)
+                chosen = pairs(label, "--label")
+                if verb == "stop":
+                    return await client.stop(chosen, ids=ids, everything=everything)
+                method = client.pause if verb == "pause" else client.resume
+                return await method(chosen, ids=ids, everything=everything, progress=progress_of(verb))
 
         results = run(work())
         if settings.json:
@@ -131,15 +136,45 @@ def many(verb: str, help_: str) -> click.Command:
             if result.error is not None:
                 click.echo(f"dsec: {result.id}: {result.error.message}", err=True)
             elif not settings.json:
-                click.echo(result.id)
+                click.echo(f"{result.id}{paused_text(result)}")
         return next((outcome.code_of(result.error) for result in results if result.error is not None), 0)
 
     return command
 
 
+def paused_text(result: ItemOutcome) -> str:
+    """What a pause gave back; said to people only, an id alone is easier to go on with."""
+    if result.paused is None or not sys.stdout.isatty():
+        return ""
+    note = f" ({result.paused.note})" if result.paused.note else ""
+    return f"  {size_text(result.paused.released)} given back{note}"
+
+
+def progress_of(verb: str) -> Callable[[int, int], None] | None:
+    """A line that counts, on a terminal, for more than a few."""
+    if not sys.stderr.isatty():
+        return None
+
+    def told(done: int, total: int) -> None:
+        if total > 4:
+            click.echo(f"\r{verb}: {done} of {total}", err=True, nl=done == total)
+
+    return told
+
+
 stop_command = many("stop", "End sandboxes and release all that they hold. Stopping one that has ended is fine.")
-pause_command = many("pause", "Freeze sandboxes: no CPU, no reservation. Any request thaws them.")
-resume_command = many("resume", "Thaw sandboxes.")
+pause_command = many(
+    "pause",
+    """Freeze sandboxes and send their memory to swap: no CPU, no reservation. Any request resumes them.
+
+    With --json each result says what was given back; a node without swap only freezes, and says so (see `dsec doctor`).
+
+    \b
+    dsec pause --label job=j1
+    dsec pause ID --json | jq .[].paused
+    """,
+)
+resume_command = many("resume", "Let paused sandboxes go on. They come before creates where a node is full.")
 
 
 # Of this version; a newer node may send others, so a name that is not here is told and not refused.

@@ -122,7 +122,7 @@ async def sandbox_api(sandbox: libdsec.Sandbox) -> None:
     assert_type(await sandbox.info(), libdsec.SandboxInfo)
     assert_type(await sandbox.wait(5), libdsec.Exit)
     assert_type(await sandbox.log(), list[str])
-    await sandbox.pause()
+    assert_type(await sandbox.pause(), libdsec.Paused)
     await sandbox.resume()
     await sandbox.stop(grace=1.5)
 
