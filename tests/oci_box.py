@@ -84,6 +84,7 @@ class Layout:
         architecture: str = ARCH,
         compress: str = "gzip",
         listed: bool = True,
+        diff_ids: Sequence[str] | None = None,
     ) -> dict[str, Any]:
         """Add an image; returns its descriptor."""
         layers = []
@@ -91,6 +92,10 @@ class Layout:
             kind = "application/vnd.oci.image.layer.v1.tar"
             if compress == "gzip":
                 layers.append(self.blob(gzip.compress(tar, 1, mtime=0), f"{kind}+gzip"))
+            elif compress == "members":  # as pigz and eStargz write it
+                middle = len(tar) // 2
+                data = gzip.compress(tar[:middle], 1, mtime=0) + gzip.compress(tar[middle:], 9, mtime=0)
+                layers.append(self.blob(data, f"{kind}+gzip"))
             elif compress == "zstd":
                 done = subprocess.run(["zstd", "-q", "-1", "-c"], input=tar, capture_output=True, check=True)
                 layers.append(self.blob(done.stdout, f"{kind}+zstd"))
@@ -100,7 +105,7 @@ class Layout:
             "architecture": architecture,
             "os": "linux",
             "config": config or {},
-            "rootfs": {"type": "layers", "diff_ids": ["sha256:" + hashlib.sha256(tar).hexdigest() for tar in tars]},
+            "rootfs": {"type": "layers", "diff_ids": diff_ids or ["sha256:" + hashlib.sha256(tar).hexdigest() for tar in tars]},
         }
         blob = self.blob(json.dumps(about).encode(), "application/vnd.oci.image.config.v1+json")
         kind = "application/vnd.oci.image.manifest.v1+json"

@@ -18,11 +18,12 @@ import stat
 import threading
 from collections.abc import Sequence
 from pathlib import Path
+from typing import BinaryIO
 
 import msgspec
 
 from dsec import syscalls
-from dsec.errors import NodeError, NotFound, Unsupported
+from dsec.errors import InvalidRequest, NodeError, NotFound, Unsupported
 from dsec.layers import diff, oci_model, tools, untar
 from dsec.layers.index import check_name
 from dsec.layers.oci_local import Layout, Source, open_archive
@@ -80,7 +81,9 @@ async def take(
     if len(blobs) > MAX_LAYERS:
         raise Unsupported(f"the image has {len(blobs)} layers", field="image", reason=f"more than {MAX_LAYERS}")
     assert manifest.config is not None
-    config, notes = oci_model.layer_config(oci_model.read_config(await image.document(manifest.config)))
+    about = oci_model.read_config(await image.document(manifest.config))
+    config, notes = oci_model.layer_config(about)
+    diff_ids = oci_model.diff_ids(about, len(blobs))
     for note in notes:
         progress(note)
     total = sum(blob.size for blob in blobs)
@@ -92,9 +95,7 @@ async def take(
 
     async def one(number: int, blob: Descriptor) -> untar.Done:
         async with gate:
-            path = await image.fetch(blob, stage / f"blob-{number}")
-            done = await tools.in_thread(unpack_layer, path, trees[number], stop)
-            (stage / f"blob-{number}").unlink(missing_ok=True)
+            done = await image.read(blob, lambda stream: unpack_layer(stream, trees[number], stop, diff_ids[number]))
             state["left"] -= 1
             state["bytes"] += blob.size
             progress(f"layer {len(blobs) - state['left']} of {len(blobs)}, {state['bytes'] / 1e6:.1f} of {total / 1e6:.1f} MB")
@@ -201,11 +202,15 @@ def _lay_over(trees: list[Path], stage: Path) -> int:
         ) from error
 
 
-def unpack_layer(archive: str, tree: Path, stop: threading.Event, limits: untar.Limits | None = None) -> untar.Done:
-    """One layer's tar as a directory with overlayfs's whiteouts. Blocking. Device nodes are left out."""
+def unpack_layer(archive: BinaryIO, tree: Path, stop: threading.Event, diff_id: str = "", limits: untar.Limits | None = None) -> untar.Done:
+    """One layer's tar as a directory with overlayfs's whiteouts. Blocking. Device nodes are left out. ``diff_id``: the digest that the
+    image's configuration gives for what was compressed. Raises `InvalidRequest` when it is another one, and as `untar.extract`."""
     tree.mkdir(0o755)
     os.utime(tree, (0, 0))
-    done = untar.extract(archive, tree, limits or untar.Limits(), stop, devices="skip")
+    with untar.plain(archive) as stream:
+        done = untar.extract(stream, tree, limits or untar.Limits(), stop, devices="skip")
+        if diff_id and stream.digest != diff_id:
+            raise InvalidRequest("a layer is not what the image's configuration says", field="image", value=diff_id, fix="make it again")
     convert_whiteouts(tree)
     # The root of an image is everybody's: a layer must not close it, and not every archive has an entry for it.
     os.chmod(tree, 0o755)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
+from typing import BinaryIO, Protocol, TypeVar
 
 import msgspec
 
@@ -14,6 +15,7 @@ from dsec.errors import InvalidRequest, NotFound
 from dsec.layers import erofs, oci_model, tools, untar
 from dsec.layers.oci_model import MAX_DOCUMENT, Descriptor, Manifest
 
+T = TypeVar("T")
 _REF_NAME = "org.opencontainers.image.ref.name"
 _FULL_NAME = "io.containerd.image.name"
 
@@ -34,8 +36,8 @@ class Source(Protocol):
         """A small blob, checked."""
         ...
 
-    async def fetch(self, blob: Descriptor, target: Path) -> str:
-        """A layer's blob, checked: the path of a file, ``target`` or another one that stays as it is."""
+    async def read(self, blob: Descriptor, work: Callable[[BinaryIO], T]) -> T:
+        """What ``work`` returns, in a thread, of a layer's blob as it comes; only when it is what its digest says."""
         ...
 
     async def close(self) -> None: ...
@@ -66,8 +68,12 @@ class Layout:
     async def document(self, blob: Descriptor) -> bytes:
         return await tools.in_thread(self._document, blob)
 
-    async def fetch(self, blob: Descriptor, target: Path) -> str:  # noqa: ARG002 - it is here already
-        return await tools.in_thread(self._checked, blob)
+    async def read(self, blob: Descriptor, work: Callable[[BinaryIO], T]) -> T:
+        def run() -> T:
+            with open(self._checked(blob), "rb") as file:
+                return work(file)
+
+        return await tools.in_thread(run)
 
     async def close(self) -> None:
         os.close(self._directory)

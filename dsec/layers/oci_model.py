@@ -175,6 +175,19 @@ def check_layers(manifest: Manifest) -> list[Descriptor]:
     return layers
 
 
+def diff_ids(image: ImageConfig, layers: int) -> list[str]:
+    """The digests of the uncompressed layers, bottom first; "" for each where the configuration gives none (very old images).
+
+    Raises `InvalidRequest` when they do not fit the manifest.
+    """
+    found = (image.rootfs.diff_ids if image.rootfs else None) or []
+    if not found:
+        return [""] * layers
+    if len(found) != layers:
+        raise InvalidRequest(f"the image's configuration tells of {len(found)} layers, its manifest of {layers}", field="image")
+    return [check_digest(digest) for digest in found]
+
+
 def choose(index: Manifest, machine: str = "") -> Descriptor:
     """The entry of an index for this machine: linux, its architecture; with several variants the first. Raises `NotFound`."""
     wanted = ARCHITECTURES.get(machine or platform.machine(), machine or platform.machine())

@@ -10,15 +10,16 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
+import fcntl
 import hashlib
 import ipaddress
 import json
 import os
 import random
 import re
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO, TypeVar
 from urllib.parse import urlsplit
 
 import msgspec
@@ -30,6 +31,7 @@ from dsec.layers.oci_model import DOCKER_HUB, INDEX_TYPES, MANIFEST_TYPES, MAX_D
 if TYPE_CHECKING:
     import aiohttp
 
+T = TypeVar("T")
 TRIES = 5
 CONNECT_TRIES = 2  # of a registry that has not answered yet: whoever waits is told soon that there is no way to it
 CONNECT_S = 5.0
@@ -88,32 +90,50 @@ class Registry:
             raise NodeError("the registry sent another configuration than the image's", field="image", value=blob.digest)
         return data
 
-    async def fetch(self, blob: Descriptor, target: Path) -> str:
-        """Download a blob; what is there already of a broken attempt is kept. Raises `NodeError` when it is not what it should be."""
+    async def read(self, blob: Descriptor, work: Callable[[BinaryIO], T]) -> T:
+        """Give a blob to ``work``, in a thread, while it comes: through a pipe, so it is never a file. A broken download goes on where it
+        broke. Raises `NodeError` when the blob is not what it should be, whatever ``work`` made of it, and what ``work`` raises."""
         if blob.size > MAX_BLOB:
             raise InvalidRequest(f"a layer of more than {MAX_BLOB >> 30} GiB", field="image", value=blob.digest)
+        out, into = os.pipe2(os.O_CLOEXEC)
+        with contextlib.suppress(OSError):  # the user's share of pipe memory is used up: a smaller one does as well
+            fcntl.fcntl(into, fcntl.F_SETPIPE_SZ, _PIECE)
+
+        def run() -> T:
+            with open(out, "rb", buffering=_PIECE) as file:
+                return work(file)
+
+        reader = asyncio.ensure_future(tools.in_thread(run))
+        try:
+            try:
+                await self._feed(blob, _Feed(into))
+            finally:
+                os.close(into)  # the reader comes to its end
+        except BaseException:
+            while not reader.done():
+                with contextlib.suppress(asyncio.CancelledError):
+                    await asyncio.wait([reader])
+            reader.exception()  # seen: what the download says is told instead
+            raise
+        return await reader
+
+    async def _feed(self, blob: Descriptor, feed: _Feed) -> None:
         url = f"{self._base}/blobs/{blob.digest}"
-        hasher = hashlib.sha256()
-        done = 0
-        with open(target, "wb") as file:  # noqa: ASYNC230 - an empty file of ours
-            async for attempt in self._attempts():
-                async with attempt:
-                    headers = {"Range": f"bytes={done}-"} if done else {}
-                    async with self._get(url, headers) as response:
-                        if done and response.status != 206:  # from the beginning again
-                            file.seek(0)
-                            file.truncate()
-                            hasher, done = hashlib.sha256(), 0
-                        async for piece in response.content.iter_chunked(_PIECE):
-                            done += len(piece)
-                            if done > blob.size:
-                                raise NodeError("a blob is larger than its image says", field="image", value=blob.digest, retryable=False)
-                            await tools.in_thread(_take, piece, hasher, file)
-                    if done < blob.size:
-                        raise Unavailable("the download broke off", field="image", value=blob.digest)
-        if f"sha256:{hasher.hexdigest()}" != blob.digest:
+        async for attempt in self._attempts():
+            async with attempt:
+                headers = {"Range": f"bytes={feed.done}-"} if feed.done else {}
+                async with self._get(url, headers) as response:
+                    again = feed.done if response.status != 206 else 0  # from the beginning: what is there already is passed over
+                    async for piece in response.content.iter_chunked(_PIECE):
+                        fresh = piece[min(again, len(piece)) :]
+                        again -= len(piece) - len(fresh)
+                        if feed.done + len(fresh) > blob.size:
+                            raise NodeError("a blob is larger than its image says", field="image", value=blob.digest, retryable=False)
+                        await tools.in_thread(feed.take, fresh)
+                if feed.done < blob.size:
+                    raise Unavailable("the download broke off", field="image", value=blob.digest)
+        if feed.digest != blob.digest:
             raise NodeError("a blob is not what its digest says", field="image", value=blob.digest, retryable=False)
-        return str(target)
 
     async def close(self) -> None:
         if self._session is not None:
@@ -271,9 +291,28 @@ def _unreachable(reference: Reference, error: BaseException) -> Unavailable:
     )
 
 
-def _take(piece: bytes, hasher: hashlib._Hash, file: object) -> None:
-    hasher.update(piece)
-    file.write(piece)  # type: ignore[attr-defined]
+class _Feed:
+    """The writing end of a blob's pipe. When its reader has given up the rest is only hashed: whose fault it was depends on that."""
+
+    def __init__(self, fd: int) -> None:
+        self.done = 0
+        self._fd = fd
+        self._hash = hashlib.sha256()
+        self._read = True
+
+    def take(self, piece: bytes) -> None:
+        self._hash.update(piece)
+        self.done += len(piece)
+        view = memoryview(piece)
+        while view and self._read:
+            try:
+                view = view[os.write(self._fd, view) :]
+            except BrokenPipeError:
+                self._read = False
+
+    @property
+    def digest(self) -> str:
+        return "sha256:" + self._hash.hexdigest()
 
 
 def is_loopback(host: str) -> bool:

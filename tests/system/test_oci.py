@@ -79,7 +79,7 @@ def store(tmp_path: Path) -> LayerStore:
     return LayerStore(tmp_path / "store")
 
 
-@pytest.mark.parametrize("compress", ["gzip", "zstd", ""])
+@pytest.mark.parametrize("compress", ["gzip", "members", "zstd", ""])
 def test_whiteouts_and_opaque_directories(store: LayerStore, tmp_path: Path, compress: str) -> None:
     """What a layer deletes or hides is gone from the image, what it makes anew is there, however it is compressed."""
     layout = Layout(tmp_path / "layout")
@@ -140,7 +140,9 @@ def docker_save(layout: Layout, entry: dict[str, Any], target: Path) -> None:
         (place / "twice").mkdir()
         (place / "twice/layer.tar").symlink_to("../l0/layer.tar")  # as it writes equal layers
         names.insert(0, "twice/layer.tar")
-        shutil.copy(layout.root / "blobs/sha256" / manifest["config"]["digest"][7:], place / "config.json")
+        config = json.loads((layout.root / "blobs/sha256" / manifest["config"]["digest"][7:]).read_text())
+        config["rootfs"]["diff_ids"].insert(0, config["rootfs"]["diff_ids"][0])
+        (place / "config.json").write_text(json.dumps(config))
         (place / "manifest.json").write_text(json.dumps([{"Config": "config.json", "RepoTags": ["x:1"], "Layers": names}]))
         archive.add(place, arcname=".")
 
@@ -169,7 +171,9 @@ def test_damaged_and_hostile_images(store: LayerStore, tmp_path: Path) -> None:
     linked = Layout(tmp_path / "linked")
     (tmp_path / "secret").write_bytes(b"{}")
     (linked.root / "index.json").symlink_to(tmp_path / "secret")
-    for layout in (altered, outside, linked):
+    lying = Layout(tmp_path / "lying")  # what other images share of it must not depend on what it says of itself
+    lying.image([LOWER, UPPER], diff_ids=["sha256:" + hashlib.sha256(UPPER).hexdigest()] * 2)
+    for layout in (altered, outside, linked, lying):
         with pytest.raises(InvalidRequest):
             asyncio.run(oci.import_image(store, layout.root, "x"))
     foreign = Layout(tmp_path / "foreign")
@@ -338,15 +342,14 @@ async def test_downloads_that_go_wrong(tmp_path: Path, monkeypatch: pytest.Monke
         for behaviour in ("good", "busy", "breaks"):
             unruly.behaviour = behaviour
             source = Registry(parse(f"{host}/app:1"))
-            path = await source.fetch(blob, tmp_path / behaviour)
+            assert await source.read(blob, lambda stream: stream.read()) == unruly.data
             await source.close()
-            assert Path(path).read_bytes() == unruly.data
         assert [row for row in unruly.requests if row[1]], "it began again from the start"
         for behaviour in ("lies", "long"):
             unruly.behaviour = behaviour
             source = Registry(parse(f"{host}/app:1"))
             with pytest.raises(NodeError):
-                await source.fetch(blob, tmp_path / behaviour)
+                await source.read(blob, lambda stream: stream.read(5))
             await source.close()
     finally:
         server.close()
