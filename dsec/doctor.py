@@ -232,7 +232,7 @@ def _memory_reclaim() -> Answer:
     return "fallback", "MADV_PAGEOUT"
 
 
-@_check("cpu_idle", "nothing yet: no sandbox is given idle CPU time only")
+@_check("cpu_idle", 'qos="be" is kept by the least weight: it still delays the first wake-up of others', "use a kernel >= 5.15")
 def _cpu_idle() -> Answer:
     mounts = probes.cgroup_mounts()
     roots = [Path(mounts[name]) for name in ("cpu", "2") if name in mounts]

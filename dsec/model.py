@@ -65,7 +65,8 @@ def check_project(path: str) -> str:
 
 
 class Qos(enum.StrEnum):
-    """CPU class: latency-sensitive or best-effort (paper, section on QoS). Recorded only: no backend treats them differently yet."""
+    """CPU class (paper, section on QoS). Latency-sensitive: cores by weight, ``cpus`` each. Best-effort: what the latency-sensitive ones of
+    its node leave (cpu.idle), shared evenly; against all else on the node a sandbox of either class weighs the same."""
 
     LS = "ls"
     BE = "be"

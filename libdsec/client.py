@@ -158,7 +158,7 @@ class Client:
             workspace, toolkits: layers stacked above the image, in this order.
             backend: ``container`` (default) or another that a node offers.
             cpus: share of cores (1). memory ("512MiB"), disk ("1GiB"), pids (256), inodes: hard limits.
-            qos: ``be`` (default) or ``ls``: recorded only, both are treated alike so far.
+            qos: ``be`` (default) gets the CPU time that the ``ls`` sandboxes of its node leave; ``ls`` shares by ``cpus``.
             network: ``none`` (default), ``open`` or a list of rules.
             env, workdir, user, hostname, labels: as in any container; only what is declared here reaches the sandbox.
             idle_timeout: seconds without use (1800) until ``on_idle`` ("pause" or "stop"); None or 0 = never.

@@ -36,7 +36,7 @@ from dsec.backends.plan import MASKED, Node, memory_bytes
 from dsec.config import NetworkConfig, PauseConfig
 from dsec.errors import DsecError, NodeError, Unavailable
 from dsec.layers.mounts import LayerMount
-from dsec.model import Exit, ExitReason, Usage
+from dsec.model import Exit, ExitReason, Qos, Usage
 from dsec.qos.cgroup import Cgroups, Limits, detect
 from dsec.security import seccomp
 
@@ -166,6 +166,7 @@ class ContainerBackend:
             userns_missing=why,
             disk_modes=self._disks.modes,
             seccomp=seccomp.available(),
+            cpu_idle=self._cgroups.can_idle,
         )
         able = Capabilities(name=self.kind, pause=True, pack_diff=True, tty=True, userns=userns, disk_limit=True, missing=missing)
         self.node, self.capabilities = self.network.told(node, able)
@@ -314,7 +315,7 @@ class ContainerBackend:
         self._disks.make(plan)
         self.network.write_layer(plan)
         self.driver.make(plan)
-        procs = self._cgroups.create(plan.ulid, Limits(memory=memory_bytes(plan), cpus=plan.resources.cpus, pids=plan.resources.pids))
+        procs = self._cgroups.create(plan.ulid, Limits(memory=memory_bytes(plan), cpus=plan.resources.cpus, pids=plan.resources.pids, idle=plan.qos is Qos.BE))
         path = self.socket_path(plan.ulid)
         with contextlib.suppress(FileNotFoundError):
             os.unlink(path)

@@ -15,7 +15,7 @@ import msgspec
 
 from dsec.backends.base import IdMap, LaunchPlan, Mount
 from dsec.errors import InvalidRequest, Unsupported
-from dsec.model import MIB, LayerRef, SandboxId, SandboxSpec
+from dsec.model import MIB, LayerRef, Qos, SandboxId, SandboxSpec
 from dsec.security.network import Block
 
 IDMAP_BASE = 100_000
@@ -115,6 +115,7 @@ class Node(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     userns_missing: str = ""  # why not
     disk_modes: tuple[str, ...] = ("tmpfs", "dir")
     seccomp: bool = True
+    cpu_idle: bool = True
     arch: str = platform.machine()
     net: Block | None = None  # addresses for open sandboxes
     net_missing: str = ""  # why there are none
@@ -150,6 +151,8 @@ def make_plan(
         degraded.append(f"userns: {node.userns_missing or 'off'}; root inside is the node's root without most capabilities")
     if not node.seccomp:
         degraded.append("seccomp: this kernel has no filter mode")
+    if spec.qos is Qos.BE and not node.cpu_idle:
+        degraded.append("qos: this kernel has no cpu.idle; best effort has the least weight, and still delays others' wake-ups")
     if degraded and not spec.best_effort and not node.userns and spec.isolation == "user":
         raise Unsupported("isolation=user needs user namespaces on this node", reason="userns", fix="set best_effort to accept it")
 

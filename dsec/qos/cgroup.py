@@ -4,7 +4,9 @@ A node has one parent group an Edge (``dsec/<edge>``) and below it one group a s
 Existing groups and mounts are left as they are; on v2 the controllers are switched on for the children of the groups on the
 way down, which is the only thing written outside our own groups.
 
-``cpus`` is a hard cap (CFS bandwidth, as Docker's ``--cpus``) and also the weight among neighbours; memory has no swap beside it.
+``cpus`` is a hard cap (CFS bandwidth, as Docker's ``--cpus``) and also the weight among neighbours; memory has no swap beside it. A
+group that is ``idle`` has no weight: it runs when no other sandbox of its node wants the core (paper, QoS: LS and BE; measured on one
+core under four busy best-effort loops, a latency-sensitive task answers as if it were alone, with weights nine times later).
 
 All functions touch the kernel's files and may sleep for a moment: call them in a thread.
 """
@@ -33,7 +35,7 @@ PID_RESERVE = 4096  # process ids that sandboxes never get, so that the node sta
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Limits of one group; 0 is no limit. Bytes, cores, processes; ``idle``: only CPU time that nobody else wants (cpu.idle)."""
+    """Limits of one group; 0 is no limit. Bytes, cores, processes; ``idle``: only CPU time that no other group here wants (cpu.idle)."""
 
     memory: int = 0
     cpus: float = 0.0
@@ -104,8 +106,9 @@ def detect() -> Hierarchy:
     return parse(text, offered)
 
 
-def settings(version: int, limits: Limits) -> dict[str, list[tuple[str, str]]]:
-    """What is written where, in order, by controller (pure; `dsec inspect --plan` prints it)."""
+def settings(version: int, limits: Limits, *, can_idle: bool = True) -> dict[str, list[tuple[str, str]]]:
+    """What is written where, in order, by controller (pure; `dsec inspect --plan` prints it). Where the kernel has no cpu.idle
+    (``can_idle``), an idle group gets the least weight there is. An idle group takes no weight (EINVAL), so it is written none."""
     writes: dict[str, list[tuple[str, str]]] = {"memory": [], "cpu": [], "pids": []}
     if limits.memory:
         size = str(limits.memory)
@@ -116,12 +119,15 @@ def settings(version: int, limits: Limits) -> dict[str, list[tuple[str, str]]]:
     if limits.cpus:
         quota = str(max(1000, round(limits.cpus * PERIOD_US)))
         if version == 2:
-            writes["cpu"] += [("cpu.max", f"{quota} {PERIOD_US}"), ("cpu.weight", str(min(10_000, max(1, round(limits.cpus * 100)))))]
+            writes["cpu"].append(("cpu.max", f"{quota} {PERIOD_US}"))
         else:
-            shares = str(min(262_144, max(2, round(limits.cpus * 1024))))
-            writes["cpu"] += [("cpu.cfs_period_us", str(PERIOD_US)), ("cpu.cfs_quota_us", quota), ("cpu.shares", shares)]
-    if limits.idle:
+            writes["cpu"] += [("cpu.cfs_period_us", str(PERIOD_US)), ("cpu.cfs_quota_us", quota)]
+    if limits.idle and can_idle:
         writes["cpu"].append(("cpu.idle", "1"))
+    elif limits.idle or limits.cpus:
+        file, unit, least, most = ("cpu.weight", 100, 1, 10_000) if version == 2 else ("cpu.shares", 1024, 2, 262_144)
+        share = least if limits.idle else min(most, max(least, round(limits.cpus * unit)))
+        writes["cpu"] += [("cpu.idle", "0")] * can_idle + [(file, str(share))]
     if limits.pids:
         writes["pids"].append(("pids.max", str(limits.pids)))
     return writes
@@ -147,6 +153,7 @@ class Cgroups:
         self.hierarchy = hierarchy or detect()
         self.parent = parent
         self.version = self.hierarchy.version
+        self.can_idle = False  # known once `open` has returned
         self._live = 0
         self._devices = devices and self.version == 1 and "devices" in self.hierarchy.roots
 
@@ -168,6 +175,7 @@ class Cgroups:
                     self._weigh(path)
             if self.version == 2:
                 _write(f"{path}/cgroup.subtree_control", "+cpu +memory +pids")
+        self.can_idle = os.path.exists(f"{self.path('cpu', '')}/cpu.idle") and not syscalls.disabled("cpu_idle")
         with open("/proc/sys/kernel/pid_max") as file:
             most = int(file.read()) - PID_RESERVE
         _write(f"{self.path('pids', '')}/pids.max", str(max(most, 1024)))
@@ -196,7 +204,7 @@ class Cgroups:
                 _write(f"{path}/devices.deny", "a")
                 for rule in DEVICES:
                     _write(f"{path}/devices.allow", rule)
-            for controller, writes in settings(self.version, limits).items():
+            for controller, writes in settings(self.version, limits, can_idle=self.can_idle).items():
                 for file, value in writes:
                     try:
                         _write(f"{self.path(controller, name)}/{file}", value)
@@ -214,7 +222,7 @@ class Cgroups:
     def update(self, name: str, limits: Limits) -> None:
         """Write new limits into a live group. Raises `NodeError` (EBUSY when the memory in use cannot be brought below the limit)."""
         try:
-            for controller, writes in settings(self.version, limits).items():
+            for controller, writes in settings(self.version, limits, can_idle=self.can_idle).items():
                 for file, value in writes:
                     _write(f"{self.path(controller, name)}/{file}", value)
         except OSError as error:

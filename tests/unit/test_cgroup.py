@@ -46,10 +46,20 @@ def test_cpus_is_a_hard_cap_and_a_weight() -> None:
     limits = Limits(memory=64 * MIB, cpus=0.5, pids=100)
     v1, v2 = settings(1, limits), settings(2, limits)
     assert ("cpu.cfs_quota_us", "50000") in v1["cpu"]
-    assert v2["cpu"][0] == ("cpu.max", "50000 100000")
+    assert v2["cpu"] == [("cpu.max", "50000 100000"), ("cpu.idle", "0"), ("cpu.weight", "50")]
+    assert settings(1, limits, can_idle=False)["cpu"][-2:] == [("cpu.cfs_quota_us", "50000"), ("cpu.shares", "512")]
     assert v1["memory"] == [("memory.limit_in_bytes", str(64 * MIB)), ("memory.memsw.limit_in_bytes", str(64 * MIB))]
     assert v2["memory"] == [("memory.max", str(64 * MIB)), ("memory.swap.max", "0")]
     assert v1["pids"] == v2["pids"] == [("pids.max", "100")]
+
+
+def test_an_idle_group_has_no_weight() -> None:
+    """Best effort is cpu.idle and no weight, which the kernel refuses then; without cpu.idle it is the least weight."""
+    idle = Limits(cpus=2.0, idle=True)
+    assert settings(1, idle)["cpu"][-1] == settings(2, idle)["cpu"][-1] == ("cpu.idle", "1")
+    assert not any(file in ("cpu.shares", "cpu.weight") for version in (1, 2) for file, _ in settings(version, idle)["cpu"])
+    assert settings(1, idle, can_idle=False)["cpu"][-1] == ("cpu.shares", "2")
+    assert settings(2, idle, can_idle=False)["cpu"][-1] == ("cpu.weight", "1")
 
 
 def test_no_limits_write_nothing() -> None:
