@@ -183,7 +183,7 @@ async def test_runc_where_crun_is_not(leftovers: object, yard: Yard) -> None:
     """The same plan runs on runc, in the same cgroups, with a filter, and leaves as little."""
     if shutil.which("runc") is None:
         pytest.skip("runc is not installed")
-    backend = await yard.backend(runtime="runc")
+    backend = await yard.backend(driver="runc")
     box = await backend.launch(yard.plan(backend.node))
     status = (await sh(box, "cat /proc/self/status"))[1]
     assert "Seccomp:\t2" in status
@@ -194,7 +194,7 @@ async def test_runc_where_crun_is_not(leftovers: object, yard: Yard) -> None:
 
 async def test_a_runtime_that_hangs_is_given_up(leftovers: object, yard: Yard, monkeypatch: pytest.MonkeyPatch) -> None:
     """A runtime that never ends costs its launch, with a reason, and leaves nothing."""
-    from dsec.backends import container
+    from dsec.backends import oci
     from dsec.errors import NodeError
 
     compiler = shutil.which("cc")
@@ -204,8 +204,8 @@ async def test_a_runtime_that_hangs_is_given_up(leftovers: object, yard: Yard, m
     source = yard.state / "stuck.c"
     source.write_text("#include <unistd.h>\nint main(void) { for (;;) pause(); }\n")
     await asyncio.to_thread(subprocess.run, [compiler, "-static", "-o", str(stuck), str(source)], check=True)
-    monkeypatch.setattr(container, "LAUNCH_TIMEOUT", 0.5)
-    backend = await yard.backend(runtime=str(stuck))
+    monkeypatch.setattr(oci, "LAUNCH_TIMEOUT", 0.5)
+    backend = await yard.backend(driver="crun", runtime=str(stuck))
     with pytest.raises(NodeError) as caught:
         await backend.launch(yard.plan(backend.node))
     assert caught.value.reason == "runtime"
