@@ -21,7 +21,7 @@ from dsec.actors.store import Record, Store
 from dsec.backends.base import Backend, Broken, Instance, LaunchPlan, PackOrder
 from dsec.bus.actor import Mailbox
 from dsec.config import EdgeConfig, PauseConfig
-from dsec.errors import Busy, Conflict, DeadlineExceeded, DsecError, NodeError, SandboxGone, Unsupported
+from dsec.errors import Busy, Conflict, DeadlineExceeded, DsecError, NodeError, SandboxGone, Unavailable, Unsupported
 from dsec.model import Exit, ExitReason, OpStatus, PackedLayer, Paused, SandboxInfo, State, Usage
 
 log = structlog.get_logger("dsec.sandbox")
@@ -398,8 +398,10 @@ class Sandbox:
         self.clocks.busy += 1
         try:
             yield
-        except SandboxGone:
-            # The guest's channel broke before its end was heard: say why it ended.
+        except (SandboxGone, Unavailable) as error:
+            # The guest's channel broke, or would not open, before its end was heard: say why it ended.
+            if isinstance(error, Unavailable) and error.reason != "guest_closed":
+                raise
             with contextlib.suppress(DeadlineExceeded):
                 while not self.within(State.STOPPED) and self.life.exit is None:
                     await self.changed(asyncio.get_running_loop().time() + 2.0)

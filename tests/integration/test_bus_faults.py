@@ -218,6 +218,8 @@ async def test_stalled_server_is_noticed(nats_server: NatsServer, open_bus: Open
 
     client = await open_bus()
     os.kill(nats_server.pid, signal.SIGSTOP)
+    while ") T" not in Path(f"/proc/{nats_server.pid}/stat").read_text():  # noqa: ASYNC110  # its threads stop one by one
+        await asyncio.sleep(0.01)
     try:
         with pytest.raises(errors.DeadlineExceeded):
             await client.flush(0.2)

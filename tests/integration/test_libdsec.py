@@ -405,7 +405,8 @@ async def wrapped(awaitable: Any) -> Any:
 
 
 CHILD = """
-import asyncio, sys, libdsec
+import asyncio, signal, sys, libdsec
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job's shell has it ignored
 async def main():
     async with libdsec.connect(sys.argv[1], project=sys.argv[2], lease_ttl=1) as client:
         async def one():
