@@ -102,12 +102,12 @@ class Edge:
             else:
                 live.append(record)
         self.ended = OrderedDict(sorted(self.ended.items(), key=lambda item: item[1][0].ended_ts))
-        survivors: dict[str, Instance] = {}
+        survivors: dict[str, tuple[Instance, bool]] = {}
         ends: dict[str, Exit] = {}
         for at in range(0, len(live), 16):
             part = live[at : at + 16]
             found = await asyncio.gather(*(self._find(record) for record in part)) if not fenced else [None] * len(part)
-            survivors |= {record.ulid: instance for record, instance in zip(part, found, strict=True) if instance is not None}
+            survivors |= {record.ulid: each for record, each in zip(part, found, strict=True) if each is not None}
             for record in part:
                 planner = self.host.planners.get(record.spec.backend)
                 how = await planner.backend.last_exit(record.ulid) if planner is not None and record.ulid not in survivors else None
@@ -122,28 +122,34 @@ class Edge:
             self._take_up(record, survivors.get(record.ulid), fenced, ends.get(record.ulid), now)
         log.info("edge.adopted", alive=len(survivors), ended=len(live) - len(survivors), remembered=len(self.ended))
 
-    async def _find(self, record: Record) -> Instance | None:
+    async def _find(self, record: Record) -> tuple[Instance, bool] | None:
+        """What lives of it, and whether that stands still. What the kernel shows counts, for an Edge may have died before it had
+        written what it did; only what was about to run goes on."""
         if record.state in (State.PENDING, State.CREATING, State.STOPPING) or record.spec.backend not in self.host.planners:
             return None
         backend = self.host.planners[record.spec.backend].backend
         try:
             instance = await backend.adopt(_plan.decode(record.plan))
-            if instance is not None and record.state is State.PAUSING:
-                await instance.pause(False)
-            elif instance is not None and record.state in (State.RESUMING, State.CAPTURING):
+            if instance is None:
+                return None
+            still = await instance.stands_still()
+            if still and record.state in (State.RESUMING, State.CAPTURING):
                 await instance.resume()
+                still = False
+            elif still and record.state is not State.PAUSED:
+                await instance.pause(False)
         except (DsecError, OSError) as error:
             log.error("edge.adopt_failed", sandbox=record.ulid, error=str(error))
             return None
-        return instance
+        return instance, still
 
-    def _take_up(self, record: Record, instance: Instance | None, fenced: bool, last: Exit | None, now: float) -> None:
+    def _take_up(self, record: Record, found: tuple[Instance, bool] | None, fenced: bool, last: Exit | None, now: float) -> None:
         planner = self.host.planners.get(record.spec.backend) or next(iter(self.host.planners.values()))
         sandbox = Sandbox(self, self.name, record, _plan.decode(record.plan), planner.backend, record.slot)
         record.plan = b""
         sandbox.story.add(f"adopted from {record.state} by {self.store.incarnation}")
         self.enter(sandbox)
-        frozen = record.state in (State.PAUSED, State.PAUSING)
+        instance, frozen = found if found is not None else (None, False)
         event = adoption(record.state, instance is not None, frozen)
         how = None
         if event is On.ADOPTED_PARTIAL:
@@ -165,7 +171,7 @@ class Edge:
         if record.lease:
             # A restarted Edge cannot know which claims were acknowledged: all count as claimed, and the lease gets a whole period.
             self.leases.add(record.lease, (record.principal, record.project), record.lease_ttl_ms / 1000, record.ulid, now, claimed=True)
-        unfinished = record.state is State.PAUSING
+        unfinished = record.state is not State.PAUSED
         if record.still_ts:  # it stood still while no Edge was there
             record.stood_ms, record.still_ts = record.stood_ms + max(0, round((time.time() - record.still_ts) * 1000)), 0.0
         sandbox.feed(event, how)
@@ -233,6 +239,8 @@ class Edge:
             self.emit("image_pulling", detail={"image": image})
         elif what == "image_pulled":
             self.emit("image_pulled", detail={"image": image, "layer": detail})
+        elif what == "image_shared":
+            self.emit("image_shared", detail={"image": image, "layer": detail})
         else:
             self.emit("image_failed", detail={"image": image, "error": detail})
 

@@ -135,7 +135,6 @@ async def _move(sandbox: Sandbox, ok: On, undone: On) -> None:
     except Exception as error:
         sandbox.feed(On.BROKEN, detail=repr(error))
         raise
-    sandbox.feed(ok)
+    sandbox.feed(ok)  # which writes it down. Nobody waits for the disk: what the kernel shows is the truth for the next Edge
     if sandbox.state in (State.STOPPING, State.STOPPED):
         raise sandbox.gone()
-    await sandbox.keeper.store.update(sandbox.write())

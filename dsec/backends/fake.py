@@ -84,6 +84,9 @@ class FakeInstance:
             raise Undone("the fake was told to fail", sandbox=self.id)
         self.guest.thaw()
 
+    async def stands_still(self) -> bool:
+        return self.guest.frozen
+
     async def usage(self) -> Usage:
         return self.guest.usage()
 

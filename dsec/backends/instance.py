@@ -58,6 +58,9 @@ class ContainerInstance:
     async def resume(self) -> None:
         await self._backend.pauser.resume(self.plan.ulid, self.pid)
 
+    async def stands_still(self) -> bool:
+        return await self._backend.pauser.stands_still(self.plan.ulid)
+
     @property
     def has_ended(self) -> bool:
         return self._gone.done()

@@ -101,6 +101,10 @@ class Pauser:
             token = self._awake[ulid] = object()
             self._fetchers.submit(self._fetch, ulid, token)
 
+    async def stands_still(self, ulid: str) -> bool:
+        """See `Instance.stands_still`."""
+        return await self._in(self._freezers, self._groups.freezing, ulid)
+
     # ------------------------------------------------------------------ inside, in threads
     def _page_out(self, ulid: str) -> tuple[int, int, str]:
         before = pages.held(self._groups, ulid)

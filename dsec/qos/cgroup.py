@@ -269,6 +269,12 @@ class Cgroups:
         with open(f"{path}/freezer.state") as file:
             return file.read().strip() == "FROZEN"
 
+    def freezing(self, name: str) -> bool:
+        """Whether the group was told to stand still, whether or not all of its processes do yet."""
+        path = self.path("freezer", name)
+        with open(f"{path}/{'cgroup.freeze' if self.version == 2 else 'freezer.state'}") as file:
+            return file.read().strip() in ("1", "FROZEN", "FREEZING")
+
     def kill(self, name: str) -> int:
         """SIGKILL to every process of the group, thawing it first (a v1 frozen process does not die). Answers how many there were."""
         pids = self.pids(name)
