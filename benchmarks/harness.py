@@ -137,13 +137,17 @@ async def make_base(store: LayerStore, name: str) -> str:
 
 
 @asynccontextmanager
-async def session(options: Namespace) -> AsyncIterator[Session]:
-    """A cluster of one node with an empty state directory, gone afterwards; the layer store in the cache stays."""
+async def session(
+    options: Namespace, edge: Mapping[str, object] | None = None, rooms: Mapping[str, Mapping[str, object]] | None = None
+) -> AsyncIterator[Session]:
+    """A cluster of one node with an empty state directory, gone afterwards; the layer store in the cache stays. ``edge``: settings of
+    the node's, beside the defaults; ``rooms``: of any other room of the configuration."""
     mark = f"bench-{secrets.token_hex(4)}"
     store = LayerStore(Path(options.cache) / "layers")
     image = await make_base(store, options.base)
     state = Path(tempfile.mkdtemp(prefix=f"dsec-{mark}-"))
-    overrides: dict[str, dict[str, object]] = {"layers": {"store_dir": str(store.root)}}
+    overrides: dict[str, dict[str, object]] = {"layers": {"store_dir": str(store.root)}, "edge": dict(edge or {})}
+    overrides |= {room: dict(table) for room, table in (rooms or {}).items()}
     try:
         async with Cluster(state, edges=(mark,), overrides=overrides) as cluster, libdsec.connect(cluster.url) as client:
             yield Session(cluster, client, store, image)
