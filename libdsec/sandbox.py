@@ -45,6 +45,7 @@ WAITS = (1.0, 3.0, 10.0)  # seconds of the first long polls of an exec; short at
 GRACE = 30.0  # seconds after an exec's own deadline in which its result may still come
 BUSY_PATIENCE = 60.0  # seconds that a command waits for room on its node or in its sandbox, if its own time-out is not shorter
 LOST_AFTER = 5.0  # seconds of silence after which the Watcher's view is asked whether the node is lost
+STUCK_AFTER = 20.0  # seconds for which the agent of a running command may be silent
 PATIENCE = 120.0  # seconds of silence that an operation without a deadline bears
 INPUT_PIECE = 128 * 1024
 
@@ -364,9 +365,10 @@ class Sandbox:
                 pause = min(pause * 2, LONGEST_PAUSE)
                 continue
             except (Unavailable, DeadlineExceeded) as error:
-                if not is_silence(error):
-                    raise
                 now = loop.time()
+                stuck = known and error.reason == "agent_silent" and now < heard + STUCK_AFTER
+                if not (stuck or is_silence(error)):
+                    raise
                 if now > heard + LOST_AFTER:
                     await self._check_lost()
                 if now > (until if until is not None else heard + PATIENCE):

@@ -15,8 +15,8 @@ import pytest
 
 from dsec.backends.guest import wire
 from dsec.backends.guest.link import Link
-from dsec.errors import Conflict, Denied, DsecError, InvalidRequest, NotFound, SandboxGone
-from dsec.model import ExecSpec
+from dsec.errors import Conflict, DeadlineExceeded, Denied, DsecError, InvalidRequest, NotFound, SandboxGone, Unavailable
+from dsec.model import ExecSpec, FileRequest
 from tests.system.aether_box import Box, new_op, run, shell
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="pid namespaces need root")
@@ -126,6 +126,45 @@ async def test_the_same_id_starts_nothing_twice(link: Link, state_dir: Path) -> 
     assert not again.running
     assert (await link.wait(op, 5)).exit_code == 0
     assert (state_dir / "count").read_text() == "x\n"
+
+
+async def test_an_agent_that_is_stopped_is_told_soon(box: Box, link: Link) -> None:
+    """Silence of the agent is `Unavailable` after its own short time, on an open connection and on a new one; later it works again."""
+    held = Link(box.path, generation=1, expect_pid=lambda: box.pid, frozen=lambda: True, request_timeout=2.0)
+    box.links.append(held)
+    for each in (link, held):
+        await shell(each, "true")
+        each.silence = 0.4
+    os.kill(box.pid, signal.SIGSTOP)
+    try:
+        for _ in range(2):
+            with pytest.raises(Unavailable, match="has not answered for") as caught:
+                await shell(link, "true")
+            assert caught.value.reason == "agent_silent"
+            await link.close()
+        with pytest.raises(DeadlineExceeded):  # its sandbox is held still by its own node: not the agent's fault
+            await shell(held, "true")
+    finally:
+        os.kill(box.pid, signal.SIGCONT)
+    link.silence = 20.0
+    assert (await shell(link, "true")).exit_code == 0
+
+
+async def test_an_answer_may_take_long_where_the_agent_is_there(box: Box, link: Link) -> None:
+    """A worker that stands still, as over a layer whose bytes are on the way, is no silence of the agent."""
+    stat = FileRequest(verb="stat", path="/")
+    await link.files(stat)
+    link.silence = 4.0
+    workers = [pid for pid, _, line in box.processes() if "aether" in line]
+    assert workers
+    for pid in workers:
+        os.kill(pid, signal.SIGSTOP)
+    slow = asyncio.ensure_future(link.files(stat))
+    await asyncio.sleep(5.0)
+    assert not slow.done()
+    for pid in workers:
+        os.kill(pid, signal.SIGCONT)
+    assert (await slow).stat is not None
 
 
 async def test_many_run_at_once(link: Link) -> None:

@@ -17,7 +17,7 @@ import pytest_asyncio
 
 from dsec.actors.up import Cluster
 from dsec.backends.plan import CAPABILITIES
-from libdsec import Client, NotFound, Sandbox, SandboxGone
+from libdsec import Client, NotFound, Sandbox, SandboxGone, Unavailable
 from tests.system.container_box import SMALL, client, cluster, sandbox  # noqa: F401
 
 pytestmark = [pytest.mark.needs("root", "cgroup", "oci", "guest"), pytest.mark.asyncio(loop_scope="module")]
@@ -84,6 +84,22 @@ async def test_c14_a_dead_sandbox_says_why(client: Client) -> None:  # noqa: F81
         assert caught.value.reason == "exited"
         with pytest.raises(SandboxGone, match="exited"):
             await box.exec("true")
+
+
+async def test_c14_an_agent_that_is_stopped_from_outside(client: Client) -> None:  # noqa: F811
+    """A sandbox whose init stands still is unavailable within seconds, by name; it can be stopped, and works again once it runs on."""
+    async with client.sandbox("small", **SMALL) as box:
+        await box.exec("true")
+        init = init_of(box)
+        os.kill(init, signal.SIGSTOP)
+        began = time.monotonic()
+        with pytest.raises(Unavailable, match="agent has not answered") as caught:
+            await box.exec("true", timeout=60)
+        assert (caught.value.reason, caught.value.sandbox) == ("agent_silent", box.id)
+        assert time.monotonic() - began < 20
+        os.kill(init, signal.SIGCONT)
+        assert (await box.exec("true")).ok
+        os.kill(init, signal.SIGSTOP)
 
 
 # ---------------------------------------------------------------------- output

@@ -33,6 +33,7 @@ class Channel(asyncio.BufferedProtocol):
     def __init__(self, loop: asyncio.AbstractEventLoop, on_lost: Callable[[Channel], None]) -> None:
         self.loop = loop
         self.closed = False
+        self.heard = loop.time()  # when anything came last
         self._on_lost = on_lost
         self._transport: asyncio.Transport | None = None
         self._buffer = bytearray(_FIRST_BUFFER)
@@ -81,6 +82,7 @@ class Channel(asyncio.BufferedProtocol):
 
     def buffer_updated(self, nbytes: int) -> None:
         self._filled += nbytes
+        self.heard = self.loop.time()
         try:
             self._parse()
         except wire.WireError:

@@ -13,6 +13,7 @@ from dsec.backends.guest.channel import Channel, ChannelLost, open_channel
 from dsec.errors import DeadlineExceeded, DsecError, SandboxError, Unavailable
 
 T = TypeVar("T")
+SILENCE = 5.0  # seconds without a word from an agent that was asked, after which it is said not to answer
 
 
 class _Reaper:
@@ -47,6 +48,60 @@ class _Reaper:
 _reapers: WeakKeyDictionary[asyncio.AbstractEventLoop, _Reaper] = WeakKeyDictionary()
 
 
+class _Patience:
+    """Waits for one answer: asks again whether the agent is there when it has been quiet, and gives up on one that stays silent.
+
+    A command may take long to begin (its program is still on the way into the layer), the agent itself answers at once whatever runs.
+    """
+
+    __slots__ = ("asked", "channel", "connection", "future", "since", "step", "timer", "until")
+
+    def __init__(self, connection: Connection, channel: Channel, future: asyncio.Future[object]) -> None:
+        self.connection, self.channel, self.future = connection, channel, future
+        self.since = channel.loop.time()  # nothing has come since then
+        self.until = self.since + connection.request_timeout
+        self.asked: float | None = None  # when it was asked whether it is there
+        self.step = min(connection.silence / 2, connection.request_timeout)
+        self.timer = channel.loop.call_later(self.step, self.look)
+
+    def look(self) -> None:
+        if self.future.done():
+            return
+        connection, now = self.connection, self.channel.loop.time()
+        if now >= self.until:
+            self.future.set_exception(DeadlineExceeded("the guest does not answer", sandbox=connection.sandbox_id))
+        elif self.spoke() or self.asked is None:
+            self.asked = now
+            self.channel.send(wire.Type.OPS, b"", lambda _kind, _value: True)
+            self.again()
+        elif now - self.asked < connection.silence / 2:  # this loop was late, so may be what we hear
+            self.again()
+        else:
+            self.channel.loop.create_task(self.judge())
+
+    def spoke(self) -> bool:
+        if self.channel.heard <= self.since:
+            return False
+        self.since = self.channel.heard
+        return True
+
+    async def judge(self) -> None:
+        """It is silent; unless its sandbox is held still from here, or its answer lies in the socket already."""
+        still = await self.connection._stands_still()
+        await asyncio.sleep(0.01)
+        if self.future.done():
+            return
+        if still or self.spoke():
+            self.asked = None
+            self.again()
+        else:
+            self.future.set_exception(self.connection._no_answer())
+
+    def again(self) -> None:
+        now = self.channel.loop.time()
+        self.timer = self.channel.loop.call_later(max(0.0, min(self.step, self.until - now)), self.look)
+
+
 class Connection:
     """One way into one sandbox, however many channels that takes in its life. For the arguments see `Link`."""
 
@@ -60,6 +115,8 @@ class Connection:
         sandbox_id: str,
         request_timeout: float,
         defaults: Mapping[str, str] | None,
+        frozen: Callable[[], bool] | None,
+        silence: float,
     ) -> None:
         self.path = path
         self._defaults = defaults or {}  # what the guest takes for a field that an order leaves out: an error about it names the value
@@ -71,6 +128,9 @@ class Connection:
         self._channel: Channel | None = None
         self._connecting: asyncio.Task[Channel] | None = None
         self._used = 0.0
+        self.silence = silence
+        self._frozen = frozen
+        self._known = False  # it has answered once: before that it may still be starting
 
     async def close(self) -> None:
         """Close the connection; the link stays usable and opens a new one when asked again."""
@@ -116,17 +176,18 @@ class Connection:
     async def _connect(self) -> Channel:
         loop = asyncio.get_running_loop()
         try:
-            async with asyncio.timeout(self.request_timeout):
+            async with asyncio.timeout(self.silence if self._known and not await self._stands_still() else self.request_timeout):
                 channel = await open_channel(self.path, self.generation, self.expect_pid, self.sandbox_id, self._on_lost)
         except TimeoutError:
-            raise DeadlineExceeded("the guest does not answer", sandbox=self.sandbox_id) from None
+            raise (self._no_answer() if self._known else DeadlineExceeded("the guest does not answer", sandbox=self.sandbox_id)) from None
         except wire.WireError as error:
             raise SandboxError(f"the guest answered against the protocol: {error}", sandbox=self.sandbox_id) from None
         except ChannelLost as lost:
             if lost.refusal is not None:
                 raise self._error(lost.refusal, {"generation": str(self.generation)}) from None
-            raise Unavailable("the guest closed the connection", sandbox=self.sandbox_id) from None
+            raise Unavailable("the guest closed the connection", sandbox=self.sandbox_id, reason="guest_closed") from None
         self._channel = channel
+        self._known = True
         self._used = loop.time()
         reaper = _reapers.get(loop)
         if reaper is None:
@@ -164,19 +225,32 @@ class Connection:
         raise self._lost()
 
     async def _answer(self, channel: Channel, request: int, future: asyncio.Future[object]) -> object:
+        patience = _Patience(self, channel, future)
         try:
-            async with asyncio.timeout(self.request_timeout):
-                value = await future
-        except TimeoutError:
-            channel.forget(request)
-            raise DeadlineExceeded("the guest does not answer", sandbox=self.sandbox_id) from None
-        except asyncio.CancelledError:
+            value = await future
+        except (asyncio.CancelledError, DsecError):
             channel.forget(request)
             raise
+        finally:
+            patience.timer.cancel()
         self._used = channel.loop.time()
         if value is ChannelLost or (value is None and channel.closed):
             raise ChannelLost
         return value
+
+    async def _stands_still(self) -> bool:
+        try:
+            return self._frozen is not None and await asyncio.to_thread(self._frozen)
+        except OSError:  # its group is gone, and it with it
+            return False
+
+    def _no_answer(self) -> Unavailable:
+        return Unavailable(
+            f"the sandbox's agent has not answered for {self.silence:g} s",
+            sandbox=self.sandbox_id,
+            reason="agent_silent",
+            fix="it may have been stopped from outside, or its node is short of memory or CPU; `dsec stop` ends the sandbox",
+        )
 
     def _expect(self, value: object, cls: type[T], values: dict[str, str]) -> T:
         if isinstance(value, wire.Error):

@@ -20,7 +20,7 @@ from dsec.backends.base import Chunk
 from dsec.backends.guest import wire
 from dsec.backends.guest.answers import MERGED, OwnFrames, Reader, Result, op_status, stat
 from dsec.backends.guest.channel import ChannelLost
-from dsec.backends.guest.connection import Connection
+from dsec.backends.guest.connection import SILENCE, Connection
 from dsec.errors import NotFound, Unavailable
 from dsec.model import ExecSpec, FileReply, FileRequest, OpStatus
 
@@ -41,12 +41,15 @@ class Link(Connection):
         idle_seconds: closes the connection after so long without a request under way.
         sandbox_id: named in errors.
         request_timeout: seconds for any answer but `wait`'s; then `DeadlineExceeded`.
+        silence: seconds after which an agent that was asked and says nothing at all, not even to a question that it answers whatever
+            runs, is `Unavailable` with reason ``agent_silent``.
+        frozen: whether the sandbox is held still from outside (blocking, called in a thread): its silence is then none.
         oom_kills: the sandbox's count of OOM kills so far (blocking, called in a thread): the guest cannot see its own cgroup, so
             a failed operation during which the count rose is the one that was killed.
         memory: its memory limit in bytes, named in the status of what was killed.
 
     Raises (all methods): `SandboxGone` when nobody listens any more, `Unavailable` when the connection breaks in a request that
-    must not be repeated, `Conflict` with reason ``stale_generation`` when a newer Edge has taken over.
+    must not be repeated or when the agent is silent, `Conflict` with reason ``stale_generation`` when a newer Edge has taken over.
     """
 
     def __init__(
@@ -61,6 +64,8 @@ class Link(Connection):
         oom_kills: Callable[[], int] | None = None,
         defaults: Mapping[str, str] | None = None,
         memory: int = 0,
+        frozen: Callable[[], bool] | None = None,
+        silence: float = SILENCE,
     ) -> None:
         super().__init__(
             path,
@@ -70,6 +75,8 @@ class Link(Connection):
             sandbox_id=sandbox_id,
             request_timeout=request_timeout,
             defaults=defaults,
+            frozen=frozen,
+            silence=silence,
         )
         self._results: dict[str, Result] = {}
         self._file_slots = asyncio.Semaphore(FILE_REQUESTS)
