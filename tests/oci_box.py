@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import contextlib
 import ctypes
@@ -19,7 +20,9 @@ import time
 import urllib.request
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
+
+from aiohttp import web
 
 from dsec.layers.oci_model import ARCHITECTURES
 
@@ -126,6 +129,58 @@ class Layout:
     def _list(self, entry: dict[str, Any]) -> None:
         self.entries.append(entry)
         (self.root / "index.json").write_text(json.dumps({"schemaVersion": 2, "manifests": self.entries}))
+
+
+class Served:
+    """A layout as a registry in this process. ``log``: the (kind, digest or tag, Range) of each request; ``gate``, when set, is awaited
+    before a layer is sent."""
+
+    def __init__(self, layout: Layout) -> None:
+        self.layout = layout
+        self.log: list[tuple[str, str, str]] = []
+        self.gate: asyncio.Event | None = None
+        self.host = ""
+
+    async def __aenter__(self) -> Self:
+        app = web.Application()
+        app.router.add_get("/v2/{name:.+}/{kind:manifests|blobs}/{what}", self._get)
+        self._runner = web.AppRunner(app, shutdown_timeout=1.0)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", 0)
+        await site.start()
+        self.host = f"127.0.0.1:{self._runner.addresses[0][1]}"
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._runner.cleanup()
+
+    def layers(self) -> list[str]:
+        """The digests of the layers that were asked for, in order."""
+        known = self._layers()
+        return [what for _, what, _ in self.log if what in known]
+
+    def _layers(self) -> set[str]:
+        blobs = self.layout.root / "blobs/sha256"
+        manifests = [json.loads((blobs / entry["digest"][7:]).read_text()) for entry in self.layout.entries]
+        return {layer["digest"] for manifest in manifests for layer in manifest.get("layers", ())}
+
+    async def _get(self, request: web.Request) -> web.StreamResponse:
+        kind, what = request.match_info["kind"], request.match_info["what"]
+        self.log.append((kind, what, request.headers.get("Range", "")))
+        media = "application/octet-stream"
+        if kind == "manifests":
+            found = [
+                e for e in self.layout.entries if what in (e["digest"], e.get("annotations", {}).get("org.opencontainers.image.ref.name"))
+            ]
+            if not found:
+                return web.Response(status=404)
+            what, media = found[0]["digest"], found[0]["mediaType"]
+        elif self.gate is not None and what in self._layers():
+            await self.gate.wait()
+        path = self.layout.root / "blobs/sha256" / what.removeprefix("sha256:")
+        if not path.is_file():
+            return web.Response(status=404)
+        return web.FileResponse(path, headers={"Content-Type": media})
 
 
 def bcrypt(password: str) -> str:

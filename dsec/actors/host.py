@@ -219,6 +219,7 @@ class Host:
             cgroup_root=config.container.cgroup_root,
             memory=capacity.room(config.edge, capacity.node_has()[0]),
             userns=config.container.userns,
+            orphan_grace=config.edge.orphan_grace_ms / 1e3,
             disk=config.container.disk,
             disk_store_bytes=config.container.disk_store_bytes,
             remote=bool(config.layers.remote),
@@ -234,7 +235,7 @@ class Host:
             backend = ContainerBackend(options, layers)
         backend.on_layer = self._layer_news
         await backend.open()
-        puller = self.puller or Puller(layers.store, config.layers.registries)
+        puller = self.puller or Puller(layers, config.layers.registries)
         self.puller = puller
         return LayerPlanner(backend, layers, puller)
 

@@ -16,7 +16,7 @@ import platform
 import shutil
 import stat
 import threading
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
@@ -27,7 +27,7 @@ from dsec.errors import InvalidRequest, NodeError, NotFound, Unsupported
 from dsec.layers import diff, oci_model, tools, untar
 from dsec.layers.index import check_name
 from dsec.layers.oci_local import Layout, Source, open_archive
-from dsec.layers.oci_model import Descriptor
+from dsec.layers.oci_model import Descriptor, Manifest
 from dsec.layers.store import LayerInfo, LayerStore
 from dsec.layers.tools import Progress, silent
 from dsec.model import LayerRef
@@ -35,7 +35,7 @@ from dsec.model import LayerRef
 COLLAPSE_LIMIT = 3 << 30
 MAX_LAYERS = 127  # what Docker allows
 PARALLEL = 3
-_RECIPE = 1  # raised when the steps below change
+_RECIPE = 2  # raised when the steps below change
 _OPAQUE = ".wh..wh..opq"
 _WHITEOUT = ".wh."
 _NO_LIMITS = diff.Limits(entries=100_000_000, bytes=1 << 50)  # unpacking had its own
@@ -66,17 +66,41 @@ async def import_image(
             await image.close()
 
 
+Convert = Callable[[], Awaitable[LayerRef]]
+Share = Callable[[str, Sequence[str], Convert, Progress], Awaitable[LayerRef]]
+
+
 async def take(
-    store: LayerStore, image: Source, names: Sequence[str], stage: Path, *, limit: int = COLLAPSE_LIMIT, progress: Progress = silent
+    store: LayerStore,
+    image: Source,
+    names: Sequence[str],
+    stage: Path,
+    *,
+    limit: int = COLLAPSE_LIMIT,
+    progress: Progress = silent,
+    share: Share | None = None,
 ) -> LayerRef:
-    """Bring an image into the store under ``names``. Nothing is done when it is there already, made the same way."""
-    manifest, digest = await image.manifest()
-    recipe = hashlib.sha256(json.dumps([_RECIPE, digest, platform.machine(), limit]).encode()).hexdigest()
+    """Bring an image into the store under ``names``. Nothing is done when it is there already, made the same way. ``share``: asks others
+    for what they have made of it (`sharing`)."""
+    manifest, _ = await image.manifest()
+    assert manifest.config is not None
+    # The configuration names the uncompressed layers, which are checked: how they are compressed, and where they lie, is all the same.
+    recipe = hashlib.sha256(json.dumps([_RECIPE, manifest.config.digest, platform.machine(), limit]).encode()).hexdigest()
     if ready := await _cached(store, recipe):
         progress(f"{names[0]} is up to date")
         for name in names:
             await store.tag(name, ready)
         return LayerRef(name=names[0], digest=ready)
+
+    async def convert() -> LayerRef:
+        return await _convert(store, image, manifest, names, stage, recipe, limit, progress)
+
+    return await (convert() if share is None else share(recipe, names, convert, progress))
+
+
+async def _convert(
+    store: LayerStore, image: Source, manifest: Manifest, names: Sequence[str], stage: Path, recipe: str, limit: int, progress: Progress
+) -> LayerRef:
     blobs = oci_model.check_layers(manifest)
     if len(blobs) > MAX_LAYERS:
         raise Unsupported(f"the image has {len(blobs)} layers", field="image", reason=f"more than {MAX_LAYERS}")
@@ -114,7 +138,9 @@ async def take(
         trees = [stage / "tree-0"]
         trees[0].mkdir(0o755)
     await tools.in_thread(_inherit, trees, [done.implicit for done in unpacked])
-    meta = LayerInfo(digest="", stored="erofs", size=0, source=f"{image.label} {digest}", recipe=recipe, at="/", config=config)
+    meta = LayerInfo(
+        digest="", stored="erofs", size=0, source=f"{image.label} {manifest.config.digest}", recipe=recipe, at="/", config=config
+    )
     if len(trees) > 1 and sum(done.bytes for done in unpacked) > limit:
         ref = await _each(store, trees, stage, meta)
     else:

@@ -8,7 +8,9 @@ from collections.abc import Callable, Sequence
 
 from dsec.errors import Denied, DsecError, Unavailable
 from dsec.layers import oci, oci_model
+from dsec.layers.fetch import NodeLayers
 from dsec.layers.registry import Registry
+from dsec.layers.sharing import Sharing
 from dsec.layers.store import LayerStore
 from dsec.layers.tools import Progress, silent
 from dsec.model import LayerRef
@@ -17,7 +19,15 @@ FAILURE_S = 20.0  # a failed pull is not tried again within this time
 ANY = "*"
 
 
-async def pull(store: LayerStore, image: str, name: str = "", *, limit: int = oci.COLLAPSE_LIMIT, progress: Progress = silent) -> LayerRef:
+async def pull(
+    store: LayerStore,
+    image: str,
+    name: str = "",
+    *,
+    limit: int = oci.COLLAPSE_LIMIT,
+    progress: Progress = silent,
+    share: oci.Share | None = None,
+) -> LayerRef:
     """Bring an image of a registry into the store as the layer ``name`` (default: the image's own name, as given and in full).
 
     What the registry has now counts; when the store has that very image nothing is fetched but its manifest. Raises `InvalidRequest`,
@@ -29,7 +39,7 @@ async def pull(store: LayerStore, image: str, name: str = "", *, limit: int = oc
     source = Registry(reference)
     try:
         async with store.staging() as stage:
-            return await oci.take(store, source, names, stage, limit=limit, progress=progress)
+            return await oci.take(store, source, names, stage, limit=limit, progress=progress, share=share)
     finally:
         await source.close()
 
@@ -47,13 +57,15 @@ class Job:
 
 
 class Puller:
-    """Pulls for the sandboxes of one Edge. ``registries``: hosts that may be asked ("*" any, none at all: no pulls).
+    """Pulls for the sandboxes of one Edge. ``registries``: hosts that may be asked ("*" any, none at all: no pulls). Where nodes share a
+    layer store, what one of them has made of an image is every other's.
 
-    ``told(what, image, detail)`` hears of beginnings, ends and failures.
+    ``told(what, image, detail)`` hears of beginnings, ends and failures, and of layers that are in the shared store.
     """
 
-    def __init__(self, store: LayerStore, registries: Sequence[str], told: Callable[[str, str, str], None] | None = None) -> None:
-        self.store = store
+    def __init__(self, layers: NodeLayers, registries: Sequence[str], told: Callable[[str, str, str], None] | None = None) -> None:
+        self.store = layers.store
+        self.sharing = Sharing(layers, lambda image, digest: self.told("image_shared", image, digest))
         self.registries = frozenset(registries)
         self.told = told or (lambda _what, _image, _detail: None)
         self._jobs: dict[str, Job] = {}
@@ -90,7 +102,7 @@ class Puller:
     async def _pull(self, name: str, key: str, job: Job) -> LayerRef:
         self.told("image_pulling", key, "")
         try:
-            ref = await pull(self.store, name, progress=job.say)
+            ref = await pull(self.store, name, progress=job.say, share=self.sharing.obtain)
         except DsecError as error:
             unreachable = isinstance(error, Unavailable) and error.reason == "registry"
             self._failed[_host(oci_model.parse(name).registry) if unreachable else key] = (time.monotonic(), error)
@@ -107,6 +119,7 @@ class Puller:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        await self.sharing.close()
 
 
 def _host(registry: str) -> str:

@@ -8,6 +8,8 @@
     names/<name>/<time>-<random>.json   one object a change of a name, never rewritten: the history, and with it what a name means
     heads/<name>.json           the newest change again, for stores that cannot list (HTTP)
     pins/<hex>/<who>            keeps a layer from `gc`
+    images/<key>.json           which layer an image became, for whoever has the same image to convert (`sharing`); keeps nothing
+    claims/<key>                who converts an image just now
 
 obstore is called in threads: its own asynchronous calls end the interpreter with SIGABRT when it exits just after one (0.12).
 Nothing is ever appended to or locked, so any number of writers may work at once: two that put one layer write equal bytes, and of two
@@ -29,7 +31,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from dsec.errors import DsecError, NodeError, NotFound, Unsupported
+from dsec.errors import Conflict, DsecError, NodeError, NotFound, Unsupported
 from dsec.layers import index, manifest, objects, tools
 from dsec.layers.manifest import Manifest
 from dsec.layers.stack import close_matches
@@ -194,6 +196,38 @@ class RemoteStore:
             found[f"sha256:{digest}"] = (*found.get(f"sha256:{digest}", ()), _unquote(who))
         return found
 
+    # --- images ----------------------------------------------------------------------------------------------------
+
+    async def image(self, key: str) -> str:
+        """The digest of the layer that an image became. Raises `NotFound`."""
+        return _decode(await self._get(f"images/{_quote(key)}.json", key), str, key)
+
+    async def put_image(self, key: str, digest: str) -> None:
+        """Tell whoever has the same image that it is this layer, which is there."""
+        await self._put(f"images/{_quote(key)}.json", msgspec.json.encode(digest))
+
+    async def claim(self, key: str, what: bytes) -> bool:
+        """Make the claim; False when there is one already."""
+        try:
+            await self._put(f"claims/{_quote(key)}", what, new=True)
+        except Conflict:
+            return False
+        return True
+
+    async def renew(self, key: str, what: bytes) -> None:
+        """Write the claim anew, whosever it is."""
+        await self._put(f"claims/{_quote(key)}", what)
+
+    async def claimed(self, key: str) -> bytes:
+        """What the claim says, b"" when there is none."""
+        try:
+            return await self._get(f"claims/{_quote(key)}", key)
+        except NotFound:
+            return b""
+
+    async def unclaim(self, key: str) -> None:
+        await self._delete(f"claims/{_quote(key)}")
+
     async def gc(self, keep: Collection[str] = (), grace: float = GRACE_S) -> Removed:
         """Remove layers without a name, a pin, a named descendant or a place in ``keep``, and what broken uploads left; nothing that
         was written within ``grace`` seconds."""
@@ -220,7 +254,18 @@ class RemoteStore:
                 await self._delete(row["path"])
                 freed += row["size"]
             gone.append(digest)
+        await self._forget_images(set(by_layer) - set(gone), grace)
         return Removed(digests=tuple(gone), bytes=freed, in_use=tuple(young))
+
+    async def _forget_images(self, there: set[str], grace: float) -> None:
+        """Entries of layers that are gone, and claims of nodes that are."""
+        for path in await self._paths("images/"):
+            with contextlib.suppress(NotFound):
+                if _decode(await self._get(path, path), str, path) not in there:
+                    await self._delete(path)
+        for row in await self._rows("claims/"):
+            if row["last_modified"].timestamp() <= time.time() - grace:
+                await self._delete(row["path"])
 
     # --- objects ---------------------------------------------------------------------------------------------------
 
@@ -237,14 +282,15 @@ class RemoteStore:
 
         return await tools.in_thread(get)
 
-    async def _put(self, path: str, content: bytes | Path) -> None:
+    async def _put(self, path: str, content: bytes | Path, *, new: bool = False) -> None:
+        """``new``: only where nothing is yet, else `Conflict`."""
         import obstore
 
         self._check_writable()
 
         def put() -> None:
             with objects.errors(path):
-                obstore.put(self._store, path, content, chunk_size=MULTIPART)
+                obstore.put(self._store, path, content, chunk_size=MULTIPART, mode="create" if new else "overwrite")
 
         await tools.in_thread(put)
 
