@@ -7,7 +7,7 @@ from argparse import Namespace
 from pathlib import Path
 
 import libdsec
-from benchmarks import harness
+from benchmarks import harness, machine
 
 ABOUT = "memory of the Edge and of each idle sandbox, with N live"
 KEYS = ("edge_rss_mib", "mib_per_sandbox")
@@ -23,14 +23,6 @@ def charged(edge: str) -> int:
     return 0
 
 
-def available() -> int:
-    """Bytes that new programs could have (MemAvailable)."""
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError("no MemAvailable in /proc/meminfo")
-
-
 async def run(options: Namespace) -> dict[str, object]:
     limits: libdsec.Options = {"memory": 32 * harness.MIB, "disk": 16 * harness.MIB, "pids": 32, "cpus": 0.1}
     async with harness.session(options) as session:
@@ -39,13 +31,13 @@ async def run(options: Namespace) -> dict[str, object]:
             await harness.answered(sandbox)
             features = await harness.features(session, sandbox)
         await asyncio.sleep(options.settle)
-        before, edge_before = available(), session.edge_rss()
+        before, edge_before = machine.available(), session.edge_rss()
         async with session.client.burst(spec, options.n, deadline=300) as burst:
             sandboxes = [sandbox async for sandbox in burst]
             await asyncio.gather(*(harness.answered(sandbox) for sandbox in sandboxes))
             await asyncio.sleep(options.settle)
             group = charged(session.edge.name)
-            after, edge_after = available(), session.edge_rss()
+            after, edge_after = machine.available(), session.edge_rss()
             stats = [await harness.answered(sandbox) for sandbox in sandboxes[:20]]
         return {
             "edge_rss_mib": harness.rounded(edge_after / harness.MIB, 1),

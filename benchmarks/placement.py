@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 from argparse import Namespace
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -29,7 +30,7 @@ from libdsec.plan import Ledger, slices
 
 ABOUT = "32,000 placements over 160 simulated Edges, each id acknowledged at the client"
 KEYS = ("n", "edges", "distinct_specs", "seconds", "per_s")
-DEFAULTS = {"n": 32_000, "edges": 160, "specs": 10_667, "rounds": 3}
+DEFAULTS = {"n": 32_000, "edges": 160, "specs": 10_667, "rounds": 3, "schedulers": 1}
 CALLER = Caller("local", "default")
 
 
@@ -51,20 +52,22 @@ def make_specs(n: int, distinct: int) -> list[SandboxSpec]:
 
 
 @asynccontextmanager
-async def simulated(url: str, edges: int, processes: int = 2) -> AsyncIterator[None]:
-    """``edges`` simulated Edges in a few processes, while the block runs."""
-    children = []
+async def simulated(
+    url: str, edges: int, processes: int = 2, *, first: int = 0, more: tuple[str, ...] = ()
+) -> AsyncIterator[list[asyncio.subprocess.Process]]:
+    """``edges`` simulated Edges in a few processes, while the block runs; ``more``: other options of dsec.actors.simulate."""
+    children: list[asyncio.subprocess.Process] = []
     try:
         for number in range(processes):
-            first, last = edges * number // processes, edges * (number + 1) // processes
-            arguments = ("--url", url, "--edges", str(last - first), "--first", str(first))
+            begin, end = edges * number // processes, edges * (number + 1) // processes
+            arguments = ("--url", url, "--edges", str(end - begin), "--first", str(first + begin), *more)
             command = (sys.executable, "-m", "dsec.actors.simulate", *arguments)
             children.append(await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE))
         for child in children:
             assert child.stdout is not None
             if not await asyncio.wait_for(child.stdout.readline(), 30):
                 raise RuntimeError("the simulated Edges did not start")
-        yield
+        yield children
     finally:
         for child in children:
             if child.returncode is None:
@@ -86,8 +89,9 @@ async def seen(bus: Bus, edges: int) -> None:
     await asyncio.sleep(1.0)  # the Scheduler has the same view
 
 
-async def place(bus: Bus, specs: list[SandboxSpec]) -> float:
-    """One burst; the seconds until the last id was acknowledged. Raises `WrongAnswer` unless every index has exactly one id."""
+async def place(bus: Bus, specs: list[SandboxSpec], where: Counter[str] | None = None) -> float:
+    """One burst; the seconds until the last id was acknowledged, and in ``where`` how many each Edge took. Raises `WrongAnswer` unless
+    every index has exactly one id."""
     inbox = bus.new_inbox()
     ledger = Ledger(len(specs))
     owned: set[str] = set()
@@ -118,6 +122,8 @@ async def place(bus: Bus, specs: list[SandboxSpec]) -> float:
     await asyncio.wait_for(over.wait(), 60)
     seconds = time.perf_counter() - started
     await subscription.unsubscribe()
+    if where is not None:
+        where.update(sandbox.rpartition("-")[0] for sandbox in owned)
     if len(owned) != len(specs) or ledger.errors:
         raise harness.WrongAnswer(f"{len(owned)} ids for {len(specs)} placements: {[str(e) for e in list(ledger.errors.values())[:3]]}")
     return seconds
@@ -128,16 +134,18 @@ async def run(options: Namespace) -> dict[str, object]:
     state = Path(tempfile.mkdtemp(prefix="dsec-bench-place-"))
     try:
         async with (
-            Cluster(state, edges=()) as cluster,
+            Cluster(state, edges=(), schedulers=options.schedulers) as cluster,
             Bus.connect(cluster.url, name="benchmark") as bus,
             simulated(cluster.url, options.edges),
         ):
             await seen(bus, options.edges)
             gc.collect()
             gc.freeze()
-            times = []
+            times, fullest = [], []
             for _ in range(options.rounds):
-                times.append(await place(bus, specs))
+                where: Counter[str] = Counter()
+                times.append(await place(bus, specs, where))
+                fullest.append(max(where.values()) * options.edges / options.n)
                 await asyncio.sleep(1.5)  # two heartbeats: the next burst meets a view that shows this one
     finally:
         await asyncio.to_thread(shutil.rmtree, state, True)
@@ -148,7 +156,8 @@ async def run(options: Namespace) -> dict[str, object]:
         "distinct_specs": len({id(spec) for spec in specs}),
         "seconds": harness.rounded(seconds, 3),
         "per_s": harness.rounded(options.n / seconds, 0),
+        "fullest_to_mean": harness.rounded(max(fullest), 3),
         "rounds_seconds": [harness.rounded(value, 3) for value in times],
-        "features": {"admission_ledger": True, "launch": False, "disk": False, "edge_processes": 2, "schedulers": 1},
+        "features": {"admission_ledger": True, "launch": False, "disk": False, "edge_processes": 2, "schedulers": options.schedulers},
         "driver": "libdsec's slices over nats-server to the production Scheduler; simulated Edges",
     }

@@ -49,6 +49,7 @@ class SchedulerConfig(Room, frozen=True):
     retry_max_ms: Annotated[int, Meta(ge=1, description="longest such pause")] = 2_000
     slice_bytes: Annotated[int, Meta(ge=4_096, le=900_000, description="largest batch sent to one Edge")] = 400_000
     remember_ms: Annotated[int, Meta(ge=1_000, description="how long a burst's slices are recognised as already taken")] = 600_000
+    remember_bytes: Annotated[int, Meta(ge=1 << 20, description="memory for settled slices; beyond it the oldest are forgotten")] = 128 << 20
 
 
 class WatcherConfig(Room, frozen=True):
@@ -82,6 +83,9 @@ class EdgeConfig(Room, frozen=True):
     stopped_retention_ms: Annotated[int, Meta(ge=0, description="how long the end of a sandbox is remembered")] = 3_600_000
     paused_ttl_ms: Annotated[int, Meta(ge=0, description="a sandbox paused for longer is stopped; 0 = never")] = 604_800_000
     on_shutdown: Annotated[str, Meta(pattern="^(keep|stop)$", description="what SIGTERM does to sandboxes: keep | stop")] = "keep"
+    orphan_grace_ms: Annotated[
+        int, Meta(ge=0, description="without an Edge for so long, a node's sandboxes are ended and freed; 0 = they live on")
+    ] = 3_600_000
     stop_parallel: Annotated[int, Meta(ge=1, le=1_000, description="sandboxes stopped at one time")] = 16
 
 

@@ -102,6 +102,7 @@ class Slice:
         self.burst, self.number, self.principal, self.project = burst, number, principal, project
         self.specs, self.needs, self.inbox, self.deadline, self.lease, self.digest = specs, needs, inbox, deadline, lease, digest
         self.waiting: list[CreateItem] = list(items)  # to be placed, as runs
+        self.size = 2048 + sum(len(memoryview(raw)) + 256 for raw in specs) + 160 * sum(item.count for item in items)  # bytes, about
         self.out: set[int] = set()  # sent to an Edge, no answer yet
         self.where: dict[str, list[tuple[int, int]]] = {}  # Edge -> what it accepted
         self.failed: dict[int, Failed] = {}

@@ -74,6 +74,7 @@ class Ledger:
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
         self.held: dict[str, Demand] = {}
+        self.admitted = 0
         self.memory = 0
         self.cpus = 0.0
         self.pids = 0
@@ -118,6 +119,7 @@ class Ledger:
         if not force and (refused_by := self.refuses(want)):
             return refused_by
         self.held[owner] = want
+        self.admitted += 1
         self.memory += want.memory
         self.cpus += want.cpus
         self.pids += want.pids
@@ -145,4 +147,5 @@ class Ledger:
             pids_free=most.pids - self.pids,
             starting=starting,
             starting_max=most.starting,
+            admitted=self.admitted,
         )

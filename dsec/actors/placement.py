@@ -2,7 +2,8 @@
 
 Two steps as in the paper: filters that a node passes or not (each has a name, which a refusal tells), then for each sandbox k nodes
 are drawn at random and the least loaded is taken (Mitzenmacher, "The power of two choices"). A Scheduler adds what it has placed
-itself to the view, until the node's own heartbeats show it: with stale views alone, larger k makes herds.
+itself to the view, until the node's own heartbeats show it: with stale views alone, larger k makes herds. What other Schedulers have
+placed is learnt from heartbeats, not from answers: two that see the same gap at the same time both fill it.
 
 The whole of a slice is placed in one call. Filters are evaluated once for each distinct requirement, capacity only for nodes that were
 drawn: 32,000 sandboxes over 160 nodes stay well below half a second of pure Python.
@@ -53,15 +54,37 @@ class Unplaced(msgspec.Struct, frozen=True):
     final: bool
 
 
-class Node:
-    """What the picture knows of one Edge: its last heartbeat and what was sent there since."""
+class Sent:
+    """What one call of `Picture.place` sent to one node. ``seq``: the node's count of admissions once it had answered; 0 = it has not."""
 
-    __slots__ = ("beat", "recent", "shunned")
+    __slots__ = ("count", "cpus", "exclusive", "memory", "n", "pids", "principal", "seq")
+
+    def __init__(self, n: int, count: int, memory: int, cpus: float, pids: int, principal: str, exclusive: bool) -> None:
+        self.n, self.count, self.memory, self.cpus, self.pids = n, count, memory, cpus, pids
+        self.principal, self.exclusive, self.seq = principal, exclusive, 0
+
+    def within(self, load: NodeLoad) -> bool:
+        """Whether ``load`` counts it."""
+        return 0 < self.seq <= load.admitted
+
+
+class Node:
+    """What the picture knows of one Edge: its last heartbeat, the newest ledger that it has told, and what was sent there since."""
+
+    __slots__ = ("beat", "load", "recent", "shunned")
 
     def __init__(self, beat: Heartbeat) -> None:
         self.beat = beat
-        self.recent: list[tuple[int, int, int, float, int, str, bool]] = []  # (beat's n, count, memory, cpus, pids, principal, exclusive)
+        self.load = beat.load
+        self.recent: list[Sent] = []
         self.shunned = -1  # number of the beat under which it refused for another reason than capacity
+
+    def heard(self, beat: Heartbeat) -> None:
+        self.beat = beat
+        if beat.load.admitted >= self.load.admitted:
+            self.load = beat.load
+        # What was sent under beat n is in the ledger at the latest when beat n + 2 is made: n + 1 may have been on its way.
+        self.recent = [sent for sent in self.recent if not sent.within(beat.load) and beat.n < sent.n + 2]
 
 
 class Picture:
@@ -81,14 +104,10 @@ class Picture:
         for beat in beats:
             seen.add(beat.edge)
             node = self._nodes.get(beat.edge)
-            if node is None:
+            if node is None or node.beat.incarnation != beat.incarnation:
                 self._nodes[beat.edge] = Node(beat)
-            elif node.beat.incarnation != beat.incarnation:
-                node.beat, node.recent, node.shunned = beat, [], -1
             elif beat.n > node.beat.n:
-                # What was sent under beat n is in the ledger at the latest when beat n + 2 is made: n + 1 may have been on its way.
-                node.recent = [entry for entry in node.recent if beat.n < entry[0] + 2]
-                node.beat = beat
+                node.heard(beat)
         if only:
             for name in [name for name in self._nodes if name not in seen]:
                 del self._nodes[name]
@@ -106,16 +125,19 @@ class Picture:
             node.shunned = node.beat.n
             self._dirty = True
 
-    def answered(self, edge: str, load: NodeLoad | None, placed: int) -> None:
-        """The Edge answered a batch with its ledger as it is now: fresher than any heartbeat."""
+    def answered(self, edge: str, load: NodeLoad | None, placed: int, accepted: int) -> None:
+        """The Edge answered a batch of ``placed`` with its ledger as it is now: fresher than any heartbeat. It says what fits; which of
+        two nodes is the emptier one is asked of heartbeats."""
         node = self._nodes.get(edge)
         if node is None or load is None:
             return
-        node.beat = msgspec.structs.replace(node.beat, load=load)
-        for at, entry in enumerate(node.recent):
-            if entry[1] == placed:
-                # Identity (whose node it is) is not in the load: keep it, without weight.
-                node.recent[at] = (entry[0], 0, 0, 0.0, 0, entry[5], entry[6])
+        if load.admitted >= node.load.admitted:
+            node.load = load
+        for sent in node.recent:
+            if not sent.seq and sent.count == placed:
+                share = accepted / max(1, placed)
+                sent.count, sent.memory, sent.pids = accepted, int(sent.memory * share), int(sent.pids * share)
+                sent.cpus, sent.seq = sent.cpus * share, max(1, load.admitted)
                 break
         self._dirty = True
 
@@ -133,31 +155,29 @@ class Picture:
         nodes = list(self._nodes.values())
         self._list = nodes
         self.names = [node.beat.edge for node in nodes]
-        loads = [node.beat.load for node in nodes]
+        loads = [node.load for node in nodes]
         self._tmpfs = [1 if node.beat.tmpfs_upper else 0 for node in nodes]
         self._memory = [load.memory_free for load in loads]
         self._cpus = [load.cpus_total - load.cpus_reserved for load in loads]
         self._slots = [load.slots_free for load in loads]
         self._pids = [load.pids_free for load in loads]
-        for at, node in enumerate(nodes):
-            for _, count, memory, cpus, pids, _, _ in node.recent:
-                self._slots[at] -= count
-                self._memory[at] -= memory
-                self._cpus[at] -= cpus
-                self._pids[at] -= pids
         self._per_memory = [1.0 / max(1, load.memory_total) for load in loads]
         self._per_cpu = [1.0 / max(0.01, load.cpus_total) for load in loads]
         self._per_slot = [1.0 / max(1, load.slots_total) for load in loads]
-        # Load of a node: its scarcest resource, and a little for those that wait to be started there.
-        self._score = [
-            max(
-                1.0 - self._memory[at] * self._per_memory[at],
-                1.0 - self._cpus[at] * self._per_cpu[at],
-                1.0 - self._slots[at] * self._per_slot[at],
-            )
-            + 0.01 * load.starting / max(1, load.starting_max)
-            for at, load in enumerate(loads)
-        ]
+        self._score = []
+        for at, node in enumerate(nodes):
+            told = node.beat.load
+            slots, memory, cpus = told.slots_free, told.memory_free, told.cpus_total - told.cpus_reserved
+            for sent in node.recent:
+                slots, memory, cpus = slots - sent.count, memory - sent.memory, cpus - sent.cpus
+                if not sent.within(node.load):
+                    self._slots[at] -= sent.count
+                    self._memory[at] -= sent.memory
+                    self._cpus[at] -= sent.cpus
+                    self._pids[at] -= sent.pids
+            # Load of a node: its scarcest resource, and a little for those that wait to be started there.
+            used = max(1.0 - memory * self._per_memory[at], 1.0 - cpus * self._per_cpu[at], 1.0 - slots * self._per_slot[at])
+            self._score.append(used + 0.01 * told.starting / max(1, told.starting_max))
 
     # ------------------------------------------------------------------ filters
     def _filter(self, kind: tuple[str, str, tuple[str, ...], tuple[tuple[str, str], ...], str], principal: str) -> tuple[list[int], str]:
@@ -236,7 +256,7 @@ class Picture:
                 memory = sum(needs[spec].need[tmpfs] for _, spec in pairs)
                 cpus = sum(needs[spec].cpus for _, spec in pairs)
                 pids = sum(needs[spec].pids for _, spec in pairs)
-                node.recent.append((node.beat.n, len(pairs), memory, cpus, pids, principal, at in used))
+                node.recent.append(Sent(node.beat.n, len(pairs), memory, cpus, pids, principal, at in used))
         return answer, unplaced
 
     def _place_kind(
@@ -333,7 +353,7 @@ def _shares(node: Node, principal: str, alone: bool) -> bool:
     beat = node.beat
     if beat.exclusive and beat.exclusive != principal:
         return False
-    for entry in node.recent:
-        if entry[5] != principal and (alone or entry[6]):
+    for sent in node.recent:
+        if sent.principal != principal and (alone or sent.exclusive):
             return False
     return not alone or all(who == principal or not count for who, count in beat.principals.items())

@@ -123,9 +123,16 @@ class Scheduler:
         while True:
             await asyncio.sleep(1.0)
             self._drop_silent()
-            horizon = loop.time() - self.config.remember_ms / 1000
-            for key in [key for key, s in self._slices.items() if s.settled and s.deadline < horizon]:
+            self._forget(loop.time() - self.config.remember_ms / 1000)
+
+    def _forget(self, horizon: float) -> None:
+        """Let go of settled slices whose deadline was before ``horizon``, and of the oldest ones beyond the memory for them. A repeat of
+        what is forgotten is placed anew, and its caller keeps the first answer."""
+        size = sum(s.size for s in self._slices.values())
+        for key, s in list(self._slices.items()):  # oldest first
+            if s.settled and (s.deadline < horizon or size > self.config.remember_bytes):
                 del self._slices[key]
+                size -= s.size
 
     # ------------------------------------------------------------------ create
     def _create(self, context: Context, request: CreateEnvelope) -> CreateAck:
@@ -261,7 +268,7 @@ class Scheduler:
             wake.set()
 
     def _answered(self, s: Slice, batch: Batch, reply: LaunchReply) -> None:
-        self.picture.answered(batch.edge, reply.load, len(batch.pairs))
+        self.picture.answered(batch.edge, reply.load, len(batch.pairs), len(reply.accepted))
         s.accepted(batch, reply.accepted)
         if reply.refused:
             self._tell_failed(s, s.refused(batch, reply.refused))

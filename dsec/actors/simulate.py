@@ -11,9 +11,12 @@ from __future__ import annotations
 import argparse
 import asyncio
 import platform
+import random
 import signal
 import sys
+import time
 import uuid
+from collections import deque
 
 import msgspec
 
@@ -27,9 +30,25 @@ from dsec.model import GIB, new_ulid
 
 
 class SimulatedEdge:
-    """One Edge without sandboxes; ``ready``: it also says that each is ready, at once."""
+    """One Edge without sandboxes.
 
-    def __init__(self, bus: Bus, name: str, limits: capacity.Limits, *, backend: str = "fake", ready: bool = False) -> None:
+    Args:
+        ready: it also says that each is ready, at once.
+        lifetime: seconds after which each ends by itself; 0 = never.
+        refuse: share of creates that it refuses although it has room, as a node does that is short of something unforeseen.
+    """
+
+    def __init__(
+        self,
+        bus: Bus,
+        name: str,
+        limits: capacity.Limits,
+        *,
+        backend: str = "fake",
+        ready: bool = False,
+        lifetime: float = 0.0,
+        refuse: float = 0.0,
+    ) -> None:
         self.bus = bus
         self.name = name
         self.backend = backend
@@ -37,6 +56,10 @@ class SimulatedEdge:
         self.ledger = capacity.Ledger(limits)
         self.incarnation = f"{uuid.uuid4().hex}.1"
         self.known: dict[tuple[str, str, str, int], str] = {}
+        self.refused = 0
+        self._lifetime, self._refuse = lifetime, refuse
+        self._ends: deque[tuple[float, tuple[str, str, str, int], str]] = deque()
+        self._random = random.Random(name)
         self._beats = 0
 
     async def start(self) -> None:
@@ -66,12 +89,16 @@ class SimulatedEdge:
                     refused.append(Refusal(index=item.index, error=error.body(), filter="backend", final=True))
                     continue
                 ulid = new_ulid()
-                refused_by = self.ledger.reserve(ulid, demands[item.spec])
+                spared = not self._refuse or self._random.random() >= self._refuse
+                refused_by = self.ledger.reserve(ulid, demands[item.spec]) if spared else "memory"
                 if refused_by:
+                    self.refused += 1
                     error = Busy(f"no room on {self.name}: {refused_by}", reason=refused_by)
                     refused.append(Refusal(index=item.index, error=error.body(), filter=refused_by))
                     continue
                 self.known[key] = ulid
+                if self._lifetime:
+                    self._ends.append((time.monotonic() + self._lifetime, key, ulid))
             accepted.append(item.index)
             placed.append(Placed(index=item.index, ulid=ulid))
         if placed:
@@ -79,7 +106,16 @@ class SimulatedEdge:
             self.bus.post(request.inbox, BurstNews(burst=request.burst, edge=self.name, accepted=tuple(placed), ready=news))
         return LaunchReply(edge=self.name, accepted=tuple(accepted), refused=tuple(refused), load=self.ledger.load(0))
 
+    def age(self) -> None:
+        """End those whose time has come."""
+        now = time.monotonic()
+        while self._ends and self._ends[0][0] <= now:
+            _, key, ulid = self._ends.popleft()
+            self.ledger.release(ulid)
+            self.known.pop(key, None)
+
     def beat(self) -> None:
+        self.age()
         self._beats += 1
         beat = Heartbeat(
             edge=self.name,
@@ -88,6 +124,7 @@ class SimulatedEdge:
             arch=platform.machine(),
             backends=(self.backend,),
             load=self.ledger.load(0),
+            states={"running": len(self.ledger.held)},
             tmpfs_upper=True,
         )
         self.bus.post(subjects.heartbeat(self.bus.unit, self.name), beat)
@@ -101,7 +138,10 @@ async def simulate(args: argparse.Namespace) -> None:
         loop.add_signal_handler(signum, over.set)
     limits = capacity.Limits(memory=args.memory, cpus=args.cpus, slots=args.slots, pids=args.slots * 1024, starting=8)
     async with Bus.connect(args.url, name=f"simulate {args.first}", unit=args.unit) as bus:
-        edges = [SimulatedEdge(bus, f"sim{n:04d}", limits, ready=args.ready) for n in range(args.first, args.first + args.edges)]
+        edges = [
+            SimulatedEdge(bus, f"sim{n:04d}", limits, ready=args.ready, lifetime=args.lifetime, refuse=args.refuse)
+            for n in range(args.first, args.first + args.edges)
+        ]
         for edge in edges:
             await edge.start()
         await bus.flush()
@@ -117,6 +157,8 @@ async def simulate(args: argparse.Namespace) -> None:
             except TimeoutError:
                 for edge in edges:
                     edge.beat()
+    sys.stdout.write(msgspec.json.encode({"refused": sum(edge.refused for edge in edges)}).decode() + "\n")
+    sys.stdout.flush()
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -128,6 +170,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--slots", type=int, default=1_000)
     parser.add_argument("--memory", type=int, default=4096 * GIB)
     parser.add_argument("--cpus", type=float, default=4096.0)
+    parser.add_argument("--lifetime", type=float, default=0.0, help="seconds after which each sandbox ends by itself; 0 = never")
+    parser.add_argument("--refuse", type=float, default=0.0, help="share of creates that are refused although there is room")
     parser.add_argument("--ready", action="store_true", help="also say that each is ready, at once")
     run(simulate(parser.parse_args(argv)))
     return 0

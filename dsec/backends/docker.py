@@ -27,6 +27,7 @@ import aiofiles
 import aiohttp
 import structlog
 
+from dsec.backends import orphans
 from dsec.backends.base import LaunchPlan
 from dsec.backends.container import ContainerBackend, Layers, Options
 from dsec.backends.driver import LAUNCH_TIMEOUT, Driver, Site
@@ -83,17 +84,20 @@ class Engine:
 
     async def look(self) -> str:
         """What the daemon is, for people. Raises `Unsupported` where it cannot serve."""
-        where = {"field": "docker.host", "value": self.config.host, "reason": "docker"}
+
+        def unfit(text: str, fix: str) -> Unsupported:
+            return Unsupported(text, fix=fix, field="docker.host", value=self.config.host, reason="docker")
+
         try:
             async with self.asked("ask for its version", timeout=10):
                 version = await self.client.version()
-                info: dict[str, Any] = await self.client.system.info()
+                info = await self.client.system.info()
         except NodeError as error:
-            raise Unsupported(f"no Docker daemon answers: {error.message}", fix="start dockerd, or set docker.host", **where) from error
+            raise unfit(f"no Docker daemon answers: {error.message}", "start dockerd, or set docker.host") from error
         if tuple(int(part) for part in str(version["ApiVersion"]).split(".")) < API:
-            raise Unsupported(f"Docker {version['Version']} is too old", fix="install Docker 20.10 or newer", **where)
+            raise unfit(f"Docker {version['Version']} is too old", "install Docker 20.10 or newer")
         if any("rootless" in option for option in info.get("SecurityOptions") or ()):
-            raise Unsupported("a rootless daemon cannot make cgroups and mounts for sandboxes", fix="use the system's dockerd", **where)
+            raise unfit("a rootless daemon cannot make cgroups and mounts for sandboxes", "use the system's dockerd")
         known = info.get("Runtimes") or {}
         if self.config.runtime not in known:
             path = await asyncio.to_thread(wrapper)
@@ -197,7 +201,7 @@ class DockerDriver(OciDriver):
         return pid
 
     def _request(self, plan: LaunchPlan) -> dict[str, Any]:
-        """What Docker is asked for. The runtime takes root, namespaces and limits from the plan; limits are named here for those who look."""
+        """What Docker is asked for. Root, namespaces and limits are the plan's; the limits are named for Docker's tools."""
         cpus = plan.resources.cpus
         return {
             "Image": IMAGE,
@@ -236,6 +240,9 @@ class DockerBackend(ContainerBackend):
             await self.engine.close()
             raise
         log.info("docker.ready", engine=what, runtime=self.driver.keep)
+
+    def _heir(self) -> list[str]:
+        return orphans.command(self.kind, self.options, self.engine.config)
 
     def _make_driver(self) -> Driver:
         return DockerDriver(self.site, self.options.runtime, self.engine, self.options.state_dir)

@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from dsec.errors import ErrorBody
-from dsec.model import ExecSpec, ImageConfig, LayerRef, OpStatus, PackedLayer, Paused, SandboxInfo, SandboxSpec, State
+from dsec.model import Command, ExecSpec, ImageConfig, LayerRef, OpStatus, PackedLayer, Paused, SandboxInfo, SandboxSpec, State
 
 Index = Annotated[int, Meta(ge=0, lt=1 << 31)]  # of a sandbox in its burst
 Offset = Annotated[int, Meta(ge=0, le=1 << 62)]  # bytes
@@ -181,6 +181,7 @@ class ExecRequest(Message, frozen=True, kw_only=True):
     op: str
     spec: ExecSpec | None = None  # None: only wait (sb.query does the same)
     wait_ms: int = 0
+    step: str = ""  # its result is kept under this key: the same key again answers with it, under whatever op, and runs nothing
 
 
 class ExecReply(Message, frozen=True, kw_only=True):
@@ -297,6 +298,18 @@ class InfoReply(Message, frozen=True, kw_only=True):
     info: SandboxInfo
 
 
+class CommandsRequest(Message, frozen=True, kw_only=True):
+    """sb.commands: what was run in it, by number; at most ``limit``."""
+
+    after: int = 0
+    limit: Annotated[int, Meta(ge=1, le=2_000)] = 1_000
+
+
+class CommandsReply(Message, frozen=True, kw_only=True):
+    commands: tuple[Command, ...] = ()
+    more: bool = False
+
+
 class LogReply(Message, frozen=True, kw_only=True):
     """sb.log: the lifecycle's story of one sandbox, as lines."""
 
@@ -347,6 +360,7 @@ class NodeLoad(Message, frozen=True, kw_only=True):
     pids_free: int = 0
     starting: int = 0
     starting_max: int = 0
+    admitted: int = 0  # sandboxes admitted since the Edge started, ended ones too: tells which of two ledgers is the newer
 
 
 class Heartbeat(Message, frozen=True, kw_only=True):

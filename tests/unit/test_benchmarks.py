@@ -22,6 +22,12 @@ KEYS = {
     "forward": {"rtt_ms_p50", "rtt_ms_p99", "connect_ms_p50", "mib_s_up", "mib_s_down"},
     "placement": {"n", "edges", "distinct_specs", "seconds", "per_s"},
     "idle": {"edge_rss_mib", "mib_per_sandbox"},
+    "density": {
+        *("live", "create_per_s", "create_ms_p50_first", "create_ms_p50_last", "mib_per_sandbox"),
+        *("exec_ms_p50", "exec_ms_p99", "stop_all_s"),
+    },
+    "stop": {"stop_ms_p50", "stop_1000_s"},
+    "sustained": {"per_s", "minutes", "refused", "lost"},
     "ondemand": {
         *("workload", "image_mb", "fetched_mb", "fetched_share", "plain_python_share", "ready_ms", "done_s"),
         *("prefetched_done_s", "cached_s", "full_pull_s", "targz_s", "docker_pull_s"),
@@ -29,6 +35,8 @@ KEYS = {
     "compose": {"mounts", "p50_us"},
     "tar_vs_erofs": {"rows"},
     "packdiff": {"files", "mb", "seconds", "frozen_s", "tar_s", "speedup", "layer_mb"},
+    "pause": {"mb", "random_share", "swap", "pause_ms", "released_share", "resume_first_exec_ms", "touch_all_ms"},
+    "job_pause": {"n", "mib_each", "seconds", "released_mib"},
 }
 
 

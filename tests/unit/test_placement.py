@@ -10,6 +10,7 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dsec.actors import capacity
 from dsec.actors.placement import Picture, requirement
 from dsec.bus.messages import CreateItem, Heartbeat, NodeLoad
 from dsec.model import GIB, MIB, Resources, SandboxSpec
@@ -102,8 +103,38 @@ def test_an_answer_is_fresher_than_a_heartbeat() -> None:
     """The ledger in an Edge's answer replaces the local count of that batch."""
     p = picture(beat("a", load=load(slots=10)))
     place(p, spec(), 10)
-    p.answered("a", msgspec.structs.replace(load(slots=10), slots_free=4), 10)
+    p.answered("a", msgspec.structs.replace(load(slots=10), slots_free=4, admitted=6), 10, 10)
     assert len(place(p, spec(), 9)[0]["a"]) == 4
+
+
+def test_answers_do_not_make_two_schedulers_herd() -> None:
+    """Two Schedulers that place by turns, and hear the ledgers of the nodes that they sent to, fill 160 nodes evenly."""
+    want = capacity.demand(spec(), tmpfs_upper=True)
+    ledgers = [capacity.Ledger(capacity.Limits(memory=4096 * GIB, cpus=4096, slots=1000, pids=1 << 20, starting=8)) for _ in range(160)]
+    two = [Picture(rng=random.Random(seed)) for seed in (1, 2)]
+    for each in two:
+        each.see([beat(str(at), load=ledger.load(0)) for at, ledger in enumerate(ledgers)])
+    for turn in range(32):
+        placed, unplaced = place(two[turn % 2], spec(), 1000)
+        assert not unplaced
+        for name, pairs in placed.items():
+            ledger = ledgers[int(name)]
+            for number in range(len(pairs)):
+                assert not ledger.reserve(f"{turn}.{number}", want)
+            two[turn % 2].answered(name, ledger.load(0), len(pairs), len(pairs))
+    assert max(len(ledger.held) for ledger in ledgers) <= 1.03 * 200
+
+
+def test_what_an_answer_counted_is_not_counted_again() -> None:
+    """A heartbeat that shows a batch ends its local count at once; an older one, still on its way when the batch was sent, does not."""
+    p = picture(beat("a", load=load(slots=10)))
+    place(p, spec(), 4)
+    p.answered("a", msgspec.structs.replace(load(slots=10), slots_free=6, admitted=4), 4, 4)
+    p.see([beat("a", n=2, load=load(slots=10))])
+    assert len(place(p, spec(), 9)[0]["a"]) == 6
+    p.answered("a", msgspec.structs.replace(load(slots=10), slots_free=0, admitted=10), 6, 6)
+    p.see([beat("a", n=3, load=msgspec.structs.replace(load(slots=10), slots_free=8, admitted=10))])
+    assert len(place(p, spec(), 9)[0]["a"]) == 8
 
 
 def test_who_refused_is_left_alone_until_its_next_heartbeat() -> None:

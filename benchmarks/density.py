@@ -1,0 +1,96 @@
+"""How many sandboxes one node holds, and what each costs when there are many: one base, limits enforced, all of them answering."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from argparse import Namespace
+
+import libdsec
+from benchmarks import harness, machine
+
+ABOUT = "N live sandboxes on one node: memory of each, create and exec at the first and at the last, all stopped"
+KEYS = ("live", "create_per_s", "create_ms_p50_first", "create_ms_p50_last", "mib_per_sandbox", "exec_ms_p50", "exec_ms_p99", "stop_all_s")
+DEFAULTS = {"n": 10_000, "singles": 30, "execs": 500, "slice": 500}
+LIMITS: libdsec.Options = {"memory": 32 * harness.MIB, "disk": 16 * harness.MIB, "pids": 32, "cpus": 0.2}
+
+
+def roomy(n: int) -> dict[str, object]:
+    """Settings of an Edge that admits ``n`` small sandboxes: their limits are promises that few of them use."""
+    return {
+        "slots": n + 64,
+        "memory_overcommit": 64.0,
+        "cpu_overcommit": 1_000.0,
+        "pids_overcommit": 1000.0,
+        "queue_max": max(20_000, n),
+        "stop_parallel": 64,
+    }
+
+
+async def singles(session: harness.Session, spec: libdsec.SandboxSpec, n: int, keep: list[libdsec.Sandbox]) -> list[float]:
+    """One create after another until its first exec answers, in milliseconds."""
+    times = []
+    for _ in range(n):
+        started = time.perf_counter()
+        sandbox = await session.client.create(spec)
+        await harness.answered(sandbox)
+        times.append((time.perf_counter() - started) * 1e3)
+        keep.append(sandbox)
+    return times
+
+
+async def fill(session: harness.Session, spec: libdsec.SandboxSpec, n: int, live: list[libdsec.Sandbox], most: int) -> float:
+    """``n`` more, in bursts of ``most``, each answering once; the seconds that took."""
+    began, wanted = time.perf_counter(), len(live) + n
+    while (missing := wanted - len(live)) > 0:
+        made = await session.client.create_many(spec, min(most, missing), timeout=600)
+        await asyncio.gather(*(harness.answered(sandbox) for sandbox in made))
+        live += made
+        if len(live) % 2000 < most:
+            harness.say(f"{len(live)} live")
+    return time.perf_counter() - began
+
+
+async def run(options: Namespace) -> dict[str, object]:
+    async with harness.session(options, roomy(options.n)) as session:
+        spec = libdsec.spec(session.image, **LIMITS)
+        async with session.client.sandbox(spec) as sandbox:  # what the first one warms is not the others' cost
+            await harness.answered(sandbox)
+            features = await harness.features(session, sandbox)
+        await asyncio.sleep(2.0)
+        pids = [session.edge.pid, *harness.holders(str(session.cluster.dir))]
+        before, edge_before = machine.figures(pids), session.edge_rss()
+        live: list[libdsec.Sandbox] = []
+        first = await singles(session, spec, options.singles, live)
+        bulk = max(0, options.n - 2 * options.singles)
+        async with session.heartbeats() as heartbeats:
+            seconds = await fill(session, spec, bulk, live, options.slice)
+        last = await singles(session, spec, options.singles, live)
+        await asyncio.sleep(2.0)
+        edge_after = session.edge_rss()
+        spent = before["available_mib"] - machine.figures(pids)["available_mib"]
+        times = [await harness.answered(random.choice(live)) for _ in range(options.execs)]
+        count = len(live)
+        stopping = time.perf_counter()
+        outcomes = await session.client.stop(everything=True)
+        stopped = time.perf_counter() - stopping
+        wrong = [outcome for outcome in outcomes if outcome.error is not None]
+        if wrong or await session.client.list():
+            raise harness.WrongAnswer(f"{len(wrong)} of {count} were not stopped: {wrong[:3]}")
+        remains = await machine.left(before, pids)
+    return {
+        "live": count,
+        "create_per_s": harness.rounded(bulk / seconds if bulk else None, 1),
+        "create_ms_p50_first": harness.rounded(harness.percentile(first, 50)),
+        "create_ms_p50_last": harness.rounded(harness.percentile(last, 50)),
+        "mib_per_sandbox": harness.rounded(spent / count, 3),
+        "exec_ms_p50": harness.rounded(harness.percentile(times, 50), 3),
+        "exec_ms_p99": harness.rounded(harness.percentile(times, 99), 3),
+        "stop_all_s": harness.rounded(stopped, 2),
+        "edge_kib_per_sandbox": harness.rounded((edge_after - edge_before) / 1024 / count, 1),
+        "loop_lag_ms_p99": harness.rounded(harness.percentile([beat.loop_lag_ms for beat in heartbeats] or [0.0], 99)),
+        "left": remains,
+        "features": features,
+        "driver": session.driver,
+    }

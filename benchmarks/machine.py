@@ -1,0 +1,60 @@
+"""What a node has left after a run: memory, cgroups (dying ones too), mounts, processes, descriptors."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from pathlib import Path
+
+SETTLE = 20.0  # seconds in which the kernel frees what belongs to the dead
+
+Figures = dict[str, int]
+
+
+def available() -> int:
+    """Bytes that new programs could have (MemAvailable)."""
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError("no MemAvailable in /proc/meminfo")
+
+
+def memory_cgroups() -> int:
+    """Memory groups that the kernel holds, removed ones that are still charged included."""
+    stat = Path("/sys/fs/cgroup/cgroup.stat")
+    if stat.exists():
+        return sum(
+            int(line.split()[1]) for line in stat.read_text().splitlines() if line.startswith(("nr_descendants", "nr_dying_descendants"))
+        )
+    return next(int(line.split()[2]) for line in Path("/proc/cgroups").read_text().splitlines() if line.startswith("memory\t"))
+
+
+def figures(pids: list[int]) -> Figures:
+    """``pids``: processes whose descriptors are counted."""
+    return {
+        "memory_cgroups": memory_cgroups(),
+        "mounts": len(Path("/proc/self/mountinfo").read_text().splitlines()),
+        "processes": sum(entry.isdigit() for entry in os.listdir("/proc")),
+        "descriptors": sum(_count(f"/proc/{pid}/fd") for pid in pids),
+        "available_mib": available() >> 20,
+    }
+
+
+def _count(path: str) -> int:
+    try:
+        return len(os.listdir(path))
+    except OSError:
+        return 0
+
+
+async def left(before: Figures, pids: list[int]) -> Figures:
+    """What there is more of than before (memory: less of, in MiB), once it no longer falls or `SETTLE` has passed."""
+    end = time.monotonic() + SETTLE
+    while True:
+        now = figures(pids)
+        more = {name: now[name] - before[name] for name in before if name != "available_mib"}
+        more["memory_mib"] = before["available_mib"] - now["available_mib"]
+        if time.monotonic() > end or all(more[name] <= 2 for name in ("memory_cgroups", "mounts", "processes")):
+            return more
+        await asyncio.sleep(0.5)
