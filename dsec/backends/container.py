@@ -23,7 +23,7 @@ import msgspec
 import structlog
 
 from dsec import syscalls
-from dsec.backends import disk, runtime
+from dsec.backends import disk, orphans, runtime
 from dsec.backends.base import Capabilities, LaunchPlan, Undone
 from dsec.backends.driver import Driver, Site
 from dsec.backends.drivers import make_driver, settle
@@ -68,6 +68,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     launcher: str = ""  # paths of the static programs; "" = the package's own, built when absent
     guest: str = ""
     holder_linger: float = 30.0
+    orphan_grace: float = 0.0  # seconds without an Edge after which the holder has the sandboxes ended; 0 = never
     disk: str = "auto"  # and the next: ContainerConfig's
     disk_store_bytes: int = 0
     network: NetworkConfig = NetworkConfig()
@@ -134,6 +135,13 @@ class ContainerBackend:
             await asyncio.shield(asyncio.to_thread(self._cgroups.close))
             raise
 
+    def _heir(self) -> list[str]:
+        return orphans.command(self.kind, self.options)
+
+    async def alone(self) -> bool:
+        """Whether no other Edge is connected to the holder."""
+        return int((await self._holder.request("edges"))["count"]) == 1
+
     def _make_driver(self) -> Driver:
         return make_driver(self.site, self.options.driver, self.options.runtime)
 
@@ -199,6 +207,8 @@ class ContainerBackend:
                 await self._holder.request("zygotes")
             if self.options.remote:
                 await self._holder.request("loader")  # it takes a moment to start: before the first layer needs it
+            if self.options.orphan_grace:
+                await self._holder.request("heir", grace=self.options.orphan_grace, argv=self._heir())
             if self._disks.in_image:
                 await self._holder.request("disks", image=self._disks.image, place=self._disks.place)
                 self._disks.reached(hello["pid"])
@@ -315,7 +325,9 @@ class ContainerBackend:
         self._disks.make(plan)
         self.network.write_layer(plan)
         self.driver.make(plan)
-        procs = self._cgroups.create(plan.ulid, Limits(memory=memory_bytes(plan), cpus=plan.resources.cpus, pids=plan.resources.pids, idle=plan.qos is Qos.BE))
+        asked = plan.resources
+        limits = Limits(memory=memory_bytes(plan), cpus=asked.cpus, pids=asked.pids, idle=plan.qos is Qos.BE)
+        procs = self._cgroups.create(plan.ulid, limits)
         path = self.socket_path(plan.ulid)
         with contextlib.suppress(FileNotFoundError):
             os.unlink(path)
@@ -490,6 +502,8 @@ class ContainerBackend:
         """How a sandbox ended that `adopt` found dead, where the holder saw it."""
         if ulid in self._unserved:
             return Exit(reason=ExitReason.BROKEN, detail="nobody filled its layers for a while: it may have read zeros")
+        if (ended := (await asyncio.to_thread(orphans.noted, self.options.state_dir)).get(ulid)) is not None:
+            return Exit(reason=ExitReason.BROKEN, detail=orphans.DETAIL, wall_ts=ended)
         known = (await self._holder.request("find", ulid=ulid))["found"]
         return self._exit(ulid, known) if isinstance(known, dict) else None
 
@@ -510,6 +524,7 @@ class ContainerBackend:
         for result in results:
             if isinstance(result, BaseException) and not isinstance(result, DsecError):
                 raise result
+        await self._in(self._breakers, orphans.forget, self.options.state_dir)
         return tuple(ulid for ulid, result in zip(strays, results, strict=True) if result is None)
 
     async def _named_elsewhere(self) -> set[str]:

@@ -34,6 +34,7 @@ from typing import Any
 
 from dsec import syscalls
 from dsec.backends.holder_disks import DiskStores
+from dsec.backends.holder_heir import Heirs
 from dsec.backends.holder_parts import Call, Edge, Refused, Sandbox
 from dsec.backends.ondemand import OnDemand
 from dsec.backends.zygotes import Zygotes
@@ -49,11 +50,12 @@ GUEST_LAYER = "guest"
 ROOTS = ("/mnt", "/media", "/srv", "/opt", "/home")
 
 
-class Holder(OnDemand, Zygotes, DiskStores):
+class Holder(OnDemand, Zygotes, DiskStores, Heirs):
     def __init__(self, listener: socket.socket, launcher: str, linger: float) -> None:
         OnDemand.__init__(self)
         Zygotes.__init__(self)
         DiskStores.__init__(self)
+        Heirs.__init__(self)
         self.listener = listener
         self.launcher = launcher
         self.linger = linger
@@ -376,7 +378,7 @@ class Holder(OnDemand, Zygotes, DiskStores):
     def serve(self) -> None:
         self.epoll.register(self.listener.fileno(), select.EPOLLIN)
         while self.running:
-            for fd, _ in self.epoll.poll(5.0):
+            for fd, _ in self.epoll.poll(self.patience(5.0)):
                 if fd == self.listener.fileno():
                     self._accept()
                 elif fd in self.edges:
@@ -386,6 +388,7 @@ class Holder(OnDemand, Zygotes, DiskStores):
                 elif fd in self.by_fd:
                     kind, box = self.by_fd[fd]
                     (self.launcher_ended if kind == "launcher" else self.init_ended)(box)
+            self.look_after()
             if self.edges or self.sandboxes:
                 self.alone_since = time.monotonic()
             else:

@@ -71,7 +71,7 @@ def spec_options(function: Callable[..., Any]) -> Callable[..., Any]:
         click.option("--backend", default="container", show_default=True),
         click.option("--network", multiple=True, metavar="none|open|RULE", help="Network; none unless given."),
         click.option("--hostname", default=""),
-        click.option("--qos", type=click.Choice(["be", "ls"]), default="be", show_default=True, help="CPU class: be runs when no ls of its node wants the core."),
+        click.option("--qos", type=click.Choice(["be", "ls"]), default="be", show_default=True, help="CPU class: be gets what ls leaves."),
         click.option("--idle-timeout", default=1800.0, show_default=True, help="Seconds unused until --on-idle; 0 = never."),
         click.option("--on-idle", type=click.Choice(["pause", "stop"]), default="pause", show_default=True),
         click.option("--ttl", default=None, type=float, help="Seconds of life."),
