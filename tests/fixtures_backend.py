@@ -140,6 +140,7 @@ class Yard:
         self.slots = itertools.count()
         self.world: Any = None
         self.docker: Any = None  # where its daemon is
+        self.driver = "native"
         self.layers: Any = OneLayer(mount) if mount is not None else None
 
     async def backend(self, **options: Any) -> Any:
@@ -154,7 +155,7 @@ class Yard:
             from dsec.backends.container import ContainerBackend, Options
 
             assert self.mount is not None
-            options = {"holder_linger": 1.0, "cgroup_root": f"dsec-{self.edge}", **options}
+            options = {"holder_linger": 1.0, "cgroup_root": f"dsec-{self.edge}", "driver": self.driver, **options}
             setup = Options(edge=self.edge, state_dir=str(self.state), generation=next(self.generations), **options)
             if self.kind == "docker":
                 from dsec.backends.docker import DockerBackend
@@ -185,13 +186,30 @@ class Yard:
 MakeYard = Callable[[str], Yard]
 
 
+DRIVERS = ("native", "crun")
+
+
+@pytest.fixture
+def driver() -> str:
+    """What starts containers. Modules whose tests must hold for every driver replace it by `each_driver`."""
+    return "native"
+
+
+@pytest.fixture(params=DRIVERS)
+def each_driver(request: pytest.FixtureRequest) -> str:
+    if request.param != "native" and shutil.which(request.param) is None:
+        pytest.skip(f"{request.param} is not installed")
+    return str(request.param)
+
+
 @pytest_asyncio.fixture
-async def make_yard(edge_name: str, state_dir: Path, request: pytest.FixtureRequest) -> AsyncIterator[MakeYard]:
+async def make_yard(edge_name: str, state_dir: Path, driver: str, request: pytest.FixtureRequest) -> AsyncIterator[MakeYard]:
     yards: list[Yard] = []
 
     def make(kind: str) -> Yard:
         mount = request.getfixturevalue("small_base") if kind != "fake" else None
         yards.append(Yard(kind, edge_name, state_dir, mount))
+        yards[-1].driver = driver
         if kind == "docker":
             yards[-1].docker = request.getfixturevalue("dockerd").config
         return yards[-1]

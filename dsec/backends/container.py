@@ -59,7 +59,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     edge: str
     state_dir: str
     generation: int
-    driver: str = "crun"  # native | crun | runc
+    driver: str = "native"  # native | crun | runc
     runtime: str = "auto"  # of the OCI drivers: auto | crun | runc | a path
     cgroup_root: str = ""  # "" = dsec
     memory: int = 0  # bytes that all sandboxes together may use; 0 = no such limit

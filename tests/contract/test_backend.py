@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import time
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest_asyncio
 
 from dsec.errors import Conflict, DsecError, NodeError, NotFound, SandboxGone
 from dsec.model import ExecSpec, ExitReason, FileRequest, LayerRef
-from tests.fixtures_backend import MakeYard, Yard, sh
+from tests.fixtures_backend import DRIVERS, MakeYard, Yard, sh
 
 pytestmark = pytest.mark.guest
 
@@ -22,13 +23,26 @@ def new_op() -> str:
     return os.urandom(16).hex()
 
 
-@pytest.fixture(params=["fake", "container", pytest.param("docker", marks=pytest.mark.slow)])
-def kind(request: pytest.FixtureRequest) -> str:
+@pytest.fixture(params=["fake", *DRIVERS, pytest.param("docker", marks=pytest.mark.slow)])
+def flavour(request: pytest.FixtureRequest) -> str:
+    """The fake backend, containers by each driver, and Docker's."""
     if request.param != "fake" and os.geteuid() != 0:
         pytest.skip("containers need root")
+    if request.param == "crun" and shutil.which("crun") is None:
+        pytest.skip("crun is not installed")
     if request.param == "docker":
         request.getfixturevalue("dockerd")  # before anything is counted
     return str(request.param)
+
+
+@pytest.fixture
+def driver(flavour: str) -> str:
+    return flavour if flavour in DRIVERS else "native"
+
+
+@pytest.fixture
+def kind(flavour: str) -> str:
+    return "container" if flavour in DRIVERS else flavour
 
 
 @pytest.fixture

@@ -14,6 +14,12 @@ from tests.fixtures_backend import Yard, sh
 
 pytestmark = [pytest.mark.usefixtures("leftovers"), pytest.mark.guest]
 
+
+@pytest.fixture
+def driver(each_driver: str) -> str:
+    return each_driver
+
+
 HOG = "import sys; x = bytearray(int(sys.argv[1]) << 20); x[::4096] = b'x' * len(x[::4096]); print('whole')"
 
 
@@ -47,7 +53,9 @@ async def test_sandboxes_together_stay_within_the_node(leftovers: object, yard: 
     ops = [os.urandom(16).hex() for _ in boxes]
     for box, op in zip(boxes, ops, strict=True):
         await box.link.start(op, ExecSpec(argv=hold, background=True))
-        await asyncio.sleep(1)
+        async for chunk in box.link.output(op):  # until it has all that it wants, or has ended
+            if b"held" in chunk.data:
+                break
     ends = [await box.link.wait(op, 1) for box, op in zip(boxes, ops, strict=True)]
     assert sorted(end.running for end in ends) == [False, True]
     assert sum([(await box.usage()).oom_kills for box in boxes]) == 1

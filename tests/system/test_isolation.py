@@ -19,6 +19,11 @@ from tests.fixtures_backend import Yard, sh
 pytestmark = [pytest.mark.usefixtures("leftovers")]
 
 
+@pytest.fixture
+def driver(each_driver: str) -> str:
+    return each_driver
+
+
 @pytest_asyncio.fixture
 async def box(leftovers: object, yard: Yard) -> Any:
     backend = await yard.backend()

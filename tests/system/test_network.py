@@ -288,7 +288,7 @@ async def test_files_of_the_network_leave_the_upper_clean(node: Yard) -> None:
     backend = await node.backend(network=CONFIG)
     box = await start(node, backend, disk_mode="dir", best_effort=True, hostname="worker-1.example")
     upper = f"{box.plan.state_dir}/disk/u"
-    as_layer = "dir" in backend._mappable  # else the agent writes them into the upper
+    as_layer = "dir" in backend.site.mappable  # else the agent writes them into the upper
     assert as_layer is not os.path.exists(f"{upper}/etc")
     _, out, _ = await sh(box, "stat -c '%u:%g %a' /etc /etc/hosts /etc/resolv.conf /etc/hostname; cat /etc/hostname")
     assert out.split() == ["0:0", "755", *["0:0", "644"] * 3, "worker-1.example"]
