@@ -10,6 +10,7 @@ import contextlib
 import gc
 import logging
 import os
+import resource
 import signal
 import socket
 import sys
@@ -200,6 +201,9 @@ async def serve(kind: str, config: Config) -> None:
     """Run an actor until SIGTERM or SIGINT. Raises what keeps it from starting."""
     if kind not in _KINDS:
         raise InvalidRequest("no such actor", field="kind", value=kind, fix="scheduler, watcher or edge")
+    # A sandbox holds a descriptor here while a request to it runs; the usual soft limit of 1,024 is for programs that use select().
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     over = asyncio.Event()
     loop = asyncio.get_running_loop()
     for signum in (signal.SIGTERM, signal.SIGINT):

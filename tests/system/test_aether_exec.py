@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from dsec.backends.guest import wire
+from dsec.backends.guest import connection, wire
 from dsec.backends.guest.link import Link
 from dsec.errors import Conflict, DeadlineExceeded, Denied, DsecError, InvalidRequest, NotFound, SandboxGone, Unavailable
 from dsec.model import ExecSpec, FileRequest
@@ -329,6 +329,24 @@ async def test_c20_a_resize_is_acknowledged_and_seen(link: Link) -> None:
     await link.input(op, 0, b"\n")
     done = await link.wait(op, 5)
     assert done.stdout.data().replace(b"\r", b"").split() == [b"11", b"22", b"33", b"44"]
+
+
+async def test_unused_connections_are_few(box: Box, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many links have been used, few connections stay open; one that runs something stays, and all can be used again."""
+    monkeypatch.setattr(connection, "MOST_IDLE", 4)
+    busy = box.link()
+    op = new_op()
+    await busy.start(op, ExecSpec(argv=("/bin/sleep", "30")))
+    waiting = asyncio.ensure_future(busy.wait(op, 30))
+    await asyncio.sleep(0)
+    links = [box.link() for _ in range(12)]
+    for link in links:
+        await link.ops()
+        assert sum(each.connected for each in links) <= 4
+    assert links[-1].connected
+    assert busy.connected
+    await links[0].signal(op, 9)
+    assert (await asyncio.wait_for(waiting, 10)).signal == 9
 
 
 async def test_c18_a_quiet_terminal_stays(box: Box) -> None:

@@ -13,6 +13,7 @@ from dsec.backends.guest.channel import Channel, ChannelLost, open_channel
 from dsec.errors import DeadlineExceeded, DsecError, SandboxError, Unavailable
 
 T = TypeVar("T")
+MOST_IDLE = 256  # connections that may stand open unused in one loop: each holds a descriptor and a buffer, and opening one takes 0.2 ms
 SILENCE = 5.0  # seconds without a word from an agent that was asked, after which it is said not to answer
 
 
@@ -23,11 +24,22 @@ class _Reaper:
         self.loop = loop
         self.connections: set[Connection] = set()
         self.timer: asyncio.TimerHandle | None = None
+        self.most = MOST_IDLE  # open ones at which it looks for unused ones
 
     def add(self, connection: Connection) -> None:
         self.connections.add(connection)
+        if len(self.connections) > self.most:
+            self.thin(connection)
         if self.timer is None:
             self.timer = self.loop.call_later(min(connection.idle_seconds, 5.0), self.look)
+
+    def thin(self, newest: Connection) -> None:
+        """Close the longest unused ones, down to half of what may stand open. Those in use are counted and left alone."""
+        unused = sorted((each for each in self.connections if each is not newest and each.idle), key=lambda each: each._used)
+        old = unused[: max(0, len(unused) - MOST_IDLE // 2)]
+        self.most = MOST_IDLE + len(self.connections) - 1 - len(unused)
+        for connection in old:
+            connection.hang_up()
 
     def look(self) -> None:
         self.timer = None
@@ -142,6 +154,11 @@ class Connection:
     @property
     def connected(self) -> bool:
         return self._channel is not None
+
+    @property
+    def idle(self) -> bool:
+        """Open, and nothing is under way."""
+        return self._channel is not None and not self._channel.busy
 
     def idle_since(self, now: float) -> bool:
         """Whether it may be closed at loop time ``now``."""
