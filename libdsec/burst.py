@@ -14,11 +14,11 @@ from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple, Self
 
 from dsec.bus import codec, subjects
-from dsec.bus.messages import BurstNews, CreateAck, CreateRequest, Empty, Failed, InfoReply, ReadyItem
+from dsec.bus.messages import BurstNews, CancelRequest, CreateAck, CreateRequest, Empty, Failed, InfoReply, ReadyItem
 from dsec.bus.transport import Msg
 from dsec.errors import BurstError, DeadlineExceeded, DsecError, NodeError, SandboxGone, to_body
 from dsec.model import ExitReason, SandboxId, SandboxSpec, State, new_ulid
-from libdsec.plan import Ledger, Slice, slices
+from libdsec.plan import Ledger, Slice, ranges, slices
 from libdsec.sandbox import Sandbox
 from libdsec.wire import SILENCE, is_silence, unanswered
 
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 ACK = 0.5  # seconds in which a Scheduler acknowledges a slice; then it is sent again under the same id
 LOOK_AFTER = 2.5  # seconds without news after which we ask: news travel at most once
 RESEND_AFTER = 10.0  # seconds between repeats of slices of which something was never placed
+RANGES = 20_000  # of indices in one message
 LOOK_AT = 64  # sandboxes looked at in one round
 
 
@@ -229,10 +230,24 @@ class Gathering:
         """Nothing more is wanted. Synchronous: it works in the middle of a cancellation."""
         for task in self._tasks:
             task.cancel()
+        unwanted = self.ledger.pending()
         late = self.ledger.close(error)
         if late:
             self.client._leases.drop(late)
+        self._cancel(unwanted)
         self.client._retire(self)
+
+    def _cancel(self, unwanted: list[int]) -> None:
+        """Tell the Edges what need not be made: we may be gone before we hear of it. Nobody answers; what misses it no lease claims."""
+        wire = self.client._wire
+        rows = ranges(unwanted)
+        subject = subjects.everyone(wire.unit, "cancel", wire.caller)
+        for burst in {part.burst for part in self.parts} if rows else ():
+            for at in range(0, len(rows), RANGES):
+                try:
+                    wire.post(subject, CancelRequest(burst=burst, ranges=tuple(rows[at : at + RANGES])))
+                except DsecError as error:
+                    wire.log.debug("client.cancel_lost", burst=burst, error=str(error))
 
     def overdue(self) -> DeadlineExceeded:
         fix = "see `dsec node ls` for room, or raise the time-out"

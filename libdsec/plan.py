@@ -6,7 +6,7 @@ accepts the same index is dropped (dsec/bus/messages.py tells the whole flow).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
 
@@ -183,3 +183,14 @@ class Ledger:
             if owner is not None:
                 late.append(owner)
         return late
+
+
+def ranges(indices: Iterable[int]) -> list[tuple[int, int]]:
+    """Ascending indices as (first, how many)."""
+    found: list[tuple[int, int]] = []
+    for index in indices:
+        if found and index == found[-1][0] + found[-1][1]:
+            found[-1] = (found[-1][0], found[-1][1] + 1)
+        else:
+            found.append((index, 1))
+    return found

@@ -10,15 +10,16 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from dsec.actors import capacity
+from dsec.actors.cancelled import Cancelled
 from dsec.actors.host import Resolved
 from dsec.actors.sandbox import Sandbox
 from dsec.actors.store import Record
 from dsec.backends.base import LaunchPlan
 from dsec.backends.plan import memory_bytes
-from dsec.bus.messages import Failed, LaunchItem, LaunchReply, LaunchRequest, Placed, ReadyItem, Refusal
-from dsec.bus.subjects import is_reply
-from dsec.errors import Busy, Denied, DsecError, InvalidRequest, NodeError, NotFound, SandboxGone, Unsupported
-from dsec.model import SandboxId, SandboxSpec, State, new_ulid
+from dsec.bus.messages import CancelRequest, Failed, LaunchItem, LaunchReply, LaunchRequest, Placed, ReadyItem, Refusal
+from dsec.bus.subjects import Caller, is_reply
+from dsec.errors import Busy, Conflict, Denied, DsecError, InvalidRequest, NodeError, NotFound, SandboxGone, Unsupported
+from dsec.model import Exit, ExitReason, SandboxId, SandboxSpec, State, new_ulid
 
 if TYPE_CHECKING:
     from dsec.actors.edge import Edge
@@ -69,6 +70,7 @@ class Intake:
         self.slots = Slots()
         self.queue: deque[Sandbox] = deque()
         self.starting = 0
+        self.cancelled = Cancelled()
         self.inboxes: dict[str, str] = {}  # ulid -> where its news go, until it is ready
         self._inserts: dict[str, asyncio.Future[None]] = {}
 
@@ -134,6 +136,9 @@ class Intake:
 
     def _admit(self, request: LaunchRequest, item: LaunchItem, resolved: Resolved | DsecError, now: float) -> Sandbox | Refusal:
         edge = self.edge
+        if self.cancelled.has((request.principal, request.project), request.burst, item.index):
+            late = Conflict("its caller has given this create up", field="burst", value=request.burst, reason="cancelled")
+            return Refusal(index=item.index, error=late.body(), filter="cancelled", final=True)
         spec = request.specs[item.spec]
         if isinstance(resolved, NotFound) or (isinstance(resolved, DsecError) and resolved.reason == "registry"):
             # Another node may have the layer, or a way to its registry; when none has, the caller gets these words.
@@ -187,6 +192,16 @@ class Intake:
         edge.requests[request.principal, request.project, request.burst, item.index] = ulid
         self.inboxes[ulid] = request.inbox
         return sandbox
+
+    def cancel(self, caller: Caller, request: CancelRequest) -> None:
+        """What is here of a create that was given up is stopped, what still comes is refused. Ready ones that its caller has taken are not
+        among the indices that it names."""
+        owner = (caller.principal, caller.project)
+        self.cancelled.add(owner, request.burst, request.ranges, time.monotonic())
+        for sandbox in list(self.edge.sandboxes.values()):
+            record = sandbox.record
+            if record.burst == request.burst and self.cancelled.has((record.principal, record.project), record.burst, record.index):
+                self.edge.spawn(sandbox.stop(how=Exit(reason=ExitReason.REQUESTED, detail="its create was cancelled")))
 
     def _closed_to(self, principal: str, spec: SandboxSpec) -> str:
         """The filter that keeps this node from taking the sandbox, other than capacity."""

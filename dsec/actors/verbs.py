@@ -20,6 +20,7 @@ from dsec.backends.base import PackOrder
 from dsec.bus import subjects
 from dsec.bus.actor import Context, Route, Verb
 from dsec.bus.messages import (
+    CancelRequest,
     CreditRequest,
     DrainRequest,
     EdgeInfo,
@@ -116,6 +117,7 @@ class Verbs:
                 Verb(name="pause", request=Selector, reply=ManyReply, handler=self.pause_many),
                 Verb(name="resume", request=Selector, reply=ManyReply, handler=self.resume_many),
                 Verb(name="prune", request=Selector, reply=ManyReply, handler=self.prune),
+                Verb(name="cancel", request=CancelRequest, reply=Empty, handler=self.cancel),
             ),
             verb_of=_fourth,
             caller_of=lambda subject: subjects.everyone_parse(subject)[1],
@@ -358,6 +360,11 @@ class Verbs:
 
         results = await asyncio.gather(*(one(sandbox) for sandbox in self._select(caller, selector)))
         return ManyReply(edge=self.edge.name, results=tuple(results))
+
+    def cancel(self, context: Context, request: CancelRequest) -> Empty:
+        assert context.caller is not None
+        self.edge.intake.cancel(context.caller, request)
+        return Empty()
 
     # ------------------------------------------------------------------ leases
     def renew(self, context: Context, request: LeaseRenew) -> LeaseAck:

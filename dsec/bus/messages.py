@@ -123,6 +123,13 @@ class LaunchReply(Message, frozen=True, kw_only=True):
     load: NodeLoad | None = None
 
 
+class CancelRequest(Message, frozen=True, kw_only=True):
+    """To every Edge, without an answer: these indices of a create are not wanted, whether they are here already or still to come."""
+
+    burst: Annotated[str, Meta(max_length=64)]
+    ranges: Annotated[tuple[tuple[int, int], ...], Meta(max_length=20_000)]  # (first index, how many)
+
+
 class Placed(Message, frozen=True, kw_only=True):
     index: int
     ulid: str

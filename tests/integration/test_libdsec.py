@@ -400,6 +400,18 @@ async def test_c06_cancel_at_every_await_of_create(dsec: Client) -> None:
     await eventually(lambda: none_left(dsec))
 
 
+@pytest.mark.parametrize("pause", [0.0, 0.002, 0.01])
+async def test_c06_a_client_that_leaves_in_the_middle_of_a_create(dsec: Client, fake_cluster: str, pause: float) -> None:
+    """Interrupted and gone before it heard where its sandboxes were placed: none of them waits for its lease to lapse."""
+    async with libdsec.connect(fake_cluster, project=dsec.project) as client:
+        creating = asyncio.ensure_future(client.create_many(libdsec.spec("img", on_client_loss="keep", **FAKE), 20))
+        await asyncio.sleep(pause)
+        creating.cancel()
+        await asyncio.gather(creating, return_exceptions=True)
+    await asyncio.sleep(0.2)  # what was on its way has arrived
+    await eventually(lambda: none_left(dsec))
+
+
 async def wrapped(awaitable: Any) -> Any:
     return await awaitable
 
