@@ -34,6 +34,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "resume": ("many", "Thaw sandboxes."),
     "events": ("many", "What happens, as it happens."),
     "logs": ("look", "The story of one sandbox's life, or an operation's output."),
+    "log": ("look", "The commands that were run in a sandbox, by number."),
     "ops": ("look", "What runs in a sandbox."),
     "top": ("look", "What the running sandboxes use, live."),
     "wait": ("look", "Wait until sandboxes have ended."),

@@ -301,6 +301,25 @@ class OpStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     detail: str = ""  # which limit ended it
 
 
+class Command(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One line of a sandbox's command log. Numbers grow; there may be gaps where a node died."""
+
+    seq: int
+    op: str
+    step: str = ""  # the key under which its result is kept
+    argv: tuple[str, ...] = ()  # cut to what a person wants to see
+    user: str = ""
+    started_ts: float = 0.0
+    ended_ts: float = 0.0  # 0 = it runs, or nobody has asked for its end yet
+    exit_code: int | None = None
+    signal: int | None = None
+    timed_out: bool = False
+    oom_killed: bool = False
+    duration_ms: float = 0.0
+    stdout: int = 0  # bytes
+    stderr: int = 0
+
+
 class FileRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One bounded file operation, resolved inside the sandbox's root (openat2 RESOLVE_IN_ROOT), as `user`.
 

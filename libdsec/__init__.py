@@ -15,7 +15,7 @@ from dsec.errors import (
     Unavailable,
     Unsupported,
 )
-from dsec.model import Exit, ExitReason, ImageConfig, LayerRef, PackedLayer, Paused, SandboxInfo, SandboxSpec, Stat, State
+from dsec.model import Command, Exit, ExitReason, ImageConfig, LayerRef, PackedLayer, Paused, SandboxInfo, SandboxSpec, Stat, State
 from libdsec import blocking
 from libdsec.burst import Burst
 from libdsec.client import Client, connect
@@ -34,6 +34,7 @@ __all__ = [
     "BurstError",
     "Busy",
     "Client",
+    "Command",
     "Conflict",
     "Connection",
     "DeadlineExceeded",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import os
 import random
 from collections.abc import Iterable, Mapping
@@ -11,6 +12,8 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from dsec.bus import subjects
 from dsec.bus.messages import (
+    CommandsReply,
+    CommandsRequest,
     Empty,
     ExecReply,
     ExecRequest,
@@ -27,7 +30,7 @@ from dsec.bus.messages import (
     StopRequest,
 )
 from dsec.errors import Busy, DeadlineExceeded, DsecError, InvalidRequest, NotFound, SandboxGone, Unavailable
-from dsec.model import ExecSpec, Exit, ImageConfig, LayerRef, OpStatus, PackedLayer, Paused, SandboxId, SandboxInfo, State
+from dsec.model import Command, ExecSpec, Exit, ImageConfig, LayerRef, OpStatus, PackedLayer, Paused, SandboxId, SandboxInfo, State
 from libdsec.files import Files
 from libdsec.results import ExecResult
 from libdsec.session import Session, shell_specs
@@ -99,6 +102,7 @@ class Sandbox:
         user: str | None = None,
         stdin: bytes | str | None = None,
         check: bool = False,
+        step: str = "",
     ) -> ExecResult:
         """Run a command to its end.
 
@@ -109,6 +113,9 @@ class Sandbox:
             cwd, env, user: in place of, added to, in place of the sandbox's.
             stdin: what the command reads; without it ``/dev/null``.
             check: raise `ExecFailed` unless it exits with 0.
+            step: a key of the caller's. The result is kept under it, on disk before it is answered: the same key again, by whatever
+                client and after whatever restart, answers with that result and runs nothing. 64 KiB of the beginning and of the end of
+                each stream are kept. Cancelling leaves it running; after its time-out it is killed as any other.
 
         The request survives restarts of the Edge and of the bus: it is repeated under the same operation id. Cancelling kills the
         command inside the sandbox. A background process that keeps the output open does not hold the result back.
@@ -116,16 +123,24 @@ class Sandbox:
         Raises:
             InvalidRequest: a NUL byte, an argument above 128 KiB, a wrong directory or user name.
             NotFound: no such program, directory or user. SandboxGone: it has ended. Unavailable: nobody answered in time.
+            Conflict: the step was another command, or a node died in the middle of it and nobody knows whether it ran.
         """
         spec = exec_spec(cmd, timeout=timeout, cwd=cwd, env=env, user=user, stdin=stdin is not None)
         op = new_op()
+        if step:
+            if stdin is not None:
+                raise InvalidRequest("a step has no stdin", field="stdin", fix="write a file and let the command read it")
+            text(step, "step", limit=128)
+            # The same for every client: who asks again while it runs asks for the same operation.
+            op = hashlib.sha256(f"{self.id} {step}".encode()).hexdigest()[:32]
         try:
             if stdin is None:
-                status = await self._run(op, spec)
+                status = await self._run(op, spec, step)
             else:
                 status = await self._run_fed(op, spec, stdin.encode() if isinstance(stdin, str) else bytes(stdin))
         except asyncio.CancelledError:
-            await self._kill_quietly(op)
+            if not step:  # a step goes on: it will be asked for again
+                await self._kill_quietly(op)
             raise
         result = ExecResult.of(status)
         return result.check(cmd if isinstance(cmd, str) else list(cmd)) if check else result
@@ -311,6 +326,16 @@ class Sandbox:
         """The story of its life, a line an event."""
         return list((await self._client._request(self._id, "log", Empty(), LogReply)).lines)
 
+    async def commands(self, after: int = 0) -> list[Command]:
+        """What was run in it, by number, behind the number ``after``; also of a sandbox that has ended, while it is remembered."""
+        found: list[Command] = []
+        while True:
+            request = CommandsRequest(after=found[-1].seq if found else after)
+            reply = await self._client._request(self._id, "commands", request, CommandsReply)
+            found += reply.commands
+            if not reply.more:
+                return found
+
     # ------------------------------------------------------------------ inside
     def _subject(self, verb: str) -> str:
         return subjects.sandbox(self._wire.unit, verb, self._wire.caller, self._id)
@@ -338,7 +363,7 @@ class Sandbox:
             self._ended("")
             raise SandboxGone("has ended, and its node no longer remembers how", sandbox=self.id) from error
 
-    async def _run(self, op: str, spec: ExecSpec | None) -> OpStatus:
+    async def _run(self, op: str, spec: ExecSpec | None, step: str = "") -> OpStatus:
         """Start ``op`` and wait for its end by long polls, whoever restarts in between.
 
         The spec goes along until somebody answers; afterwards only the id does, so that nothing can be run twice. Without a spec
@@ -354,7 +379,7 @@ class Sandbox:
         pause = FIRST_PAUSE
         while True:
             wait = WAITS[min(tries, len(WAITS) - 1)]
-            request = ExecRequest(op=op, spec=None if known else spec, wait_ms=int(wait * 1000))
+            request = ExecRequest(op=op, spec=None if known else spec, wait_ms=int(wait * 1000), step=step)
             tries += 1
             try:
                 reply = await self._request("exec", request, ExecReply, timeout=wait + 3.0, repeat=False)

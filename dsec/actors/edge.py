@@ -19,6 +19,7 @@ import msgspec
 import structlog
 
 from dsec.actors import capacity, leases
+from dsec.actors.commands import Commands
 from dsec.actors.host import Host
 from dsec.actors.intake import STARTING, Intake, demand_of
 from dsec.actors.lifecycle import On, Story, adoption
@@ -66,6 +67,7 @@ class Edge:
         self.adopting = True
         self.stopping = self.over = False
         self.intake = Intake(self)
+        self.commands = Commands(store, self.emit, self.spawn)
         host.layer_told = self.layer_news
         if host.puller is not None:
             host.puller.told = self.image_news
@@ -84,6 +86,7 @@ class Edge:
         self.spawn(self._beat())
         self.spawn(self._measure_lag())
         await self._adopt(list(records), fenced)
+        await self.commands.recover(self.sandboxes.get)
         self.adopting = False
         gc.collect()
         gc.freeze()  # adopted sandboxes live long: later collections need not walk them
@@ -181,6 +184,7 @@ class Edge:
     # ------------------------------------------------------------------ what sandboxes tell (the Keeper protocol)
     def ready(self, sandbox: Sandbox) -> None:
         record = sandbox.record
+        self.commands.created(record.ulid)
         inbox = self.intake.inboxes.pop(record.ulid, "")
         if inbox:
             item = ReadyItem(index=record.index, ulid=record.ulid, layers=record.layers, degraded=record.degraded)
@@ -309,6 +313,7 @@ class Edge:
             for ulid in orphans:
                 if (sandbox := self.sandboxes.get(ulid)) is not None:
                     sandbox.feed(On.LEASE, Exit(reason=ExitReason.LEASE, detail="no lease ever named it"))
+            await self.commands.flush()
             await self._forget_ended(time.time() - self.config.stopped_retention_ms / 1000)
 
     def _look_at_clocks(self, now: float) -> None:
@@ -337,6 +342,7 @@ class Edge:
         """Forget these ended sandboxes. Raises `NodeError` when their records could not be removed; then they are still known."""
         await self.store.prune(ulids)
         for ulid in ulids:
+            self.commands.forgotten(ulid)
             if (known := self.ended.pop(ulid, None)) is not None:
                 record = known[0]
                 self.requests.pop((record.principal, record.project, record.burst, record.index), None)
@@ -351,6 +357,7 @@ class Edge:
             return
         for ulid, record in old:
             del self.ended[ulid]
+            self.commands.forgotten(ulid)
             self.requests.pop((record.principal, record.project, record.burst, record.index), None)
         try:
             await self.store.forget(horizon)
@@ -459,6 +466,7 @@ class Edge:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await self.host.close(nothing_lives=nothing_lives)
+        await self.commands.flush()
         await self.store.close()
         await self.events.close()
 

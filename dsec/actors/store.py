@@ -17,6 +17,7 @@ import uuid
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol, cast
+from urllib.parse import quote
 
 import msgspec
 import structlog
@@ -36,6 +37,15 @@ MIGRATIONS: tuple[tuple[str, ...], ...] = (
         ) WITHOUT ROWID""",
         "CREATE UNIQUE INDEX sandbox_request ON sandbox (principal, project, burst, idx)",
         "CREATE INDEX sandbox_ended ON sandbox (ended) WHERE ended > 0",
+    ),
+    (
+        """CREATE TABLE command (
+            ulid TEXT NOT NULL, seq INTEGER NOT NULL, step TEXT NOT NULL, done INTEGER NOT NULL, entry BLOB NOT NULL, result BLOB NOT NULL,
+            PRIMARY KEY (ulid, seq)
+        ) WITHOUT ROWID""",
+        "CREATE UNIQUE INDEX command_step ON command (ulid, step) WHERE step != ''",
+        "CREATE INDEX command_open ON command (ulid) WHERE step != '' AND done = 0",
+        "CREATE TRIGGER command_forgotten AFTER DELETE ON sandbox BEGIN DELETE FROM command WHERE ulid = old.ulid; END",
     ),
 )
 
@@ -65,6 +75,17 @@ class Record(msgspec.Struct, kw_only=True, omit_defaults=True):
     still_ts: float = 0.0  # when the one that has not began
 
 
+class CommandRow(msgspec.Struct, kw_only=True):
+    """One command of a sandbox. ``entry`` and ``result`` are msgpack, opaque here (dsec/actors/commands.py)."""
+
+    ulid: str
+    seq: int
+    step: str = ""  # the key under which its result is kept
+    done: bool = False
+    entry: bytes = b""
+    result: bytes = b""
+
+
 class Store(Protocol):
     """What an Edge asks of its records. Writes are durable when the awaited call returns."""
 
@@ -90,6 +111,26 @@ class Store(Protocol):
         """Remove the records of these sandboxes, of those that have ended."""
         ...
 
+    async def put_commands(self, rows: Sequence[CommandRow]) -> None:
+        """Insert, or replace those of the same number."""
+        ...
+
+    async def drop_commands(self, ulid: str, seqs: Sequence[int]) -> None: ...
+
+    async def trim_commands(self, ulid: str, upto: int) -> None:
+        """Remove those without a step whose number is not above ``upto``."""
+        ...
+
+    async def commands(self, ulid: str) -> list[CommandRow]:
+        """All of a sandbox in their order, without their results."""
+        ...
+
+    async def result(self, ulid: str, seq: int) -> bytes: ...
+
+    async def open_steps(self) -> list[CommandRow]:
+        """Of every sandbox, those with a step whose result is not known yet."""
+        ...
+
     async def close(self) -> None: ...
 
 
@@ -97,6 +138,8 @@ _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(Record).decode
 _INSERT = "INSERT INTO sandbox (ulid, burst, idx, principal, project, state, record, plan, ended) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)"
 _UPDATE = "UPDATE sandbox SET state = ?, record = ?, ended = ? WHERE ulid = ?"
+_PUT_COMMAND = "INSERT OR REPLACE INTO command (ulid, seq, step, done, entry, result) VALUES (?, ?, ?, ?, ?, ?)"
+_COMMANDS = "SELECT ulid, seq, step, done, entry FROM command"
 _Job = tuple[str, list[tuple[Any, ...]], "asyncio.Future[None] | None"]
 
 
@@ -138,6 +181,42 @@ class SqliteStore:
 
     async def prune(self, ulids: Sequence[str]) -> None:
         await self._do("DELETE FROM sandbox WHERE ended > 0 AND ulid = ?", [(ulid,) for ulid in ulids])
+
+    async def put_commands(self, rows: Sequence[CommandRow]) -> None:
+        await self._do(_PUT_COMMAND, [(row.ulid, row.seq, row.step, row.done, row.entry, row.result) for row in rows])
+
+    async def drop_commands(self, ulid: str, seqs: Sequence[int]) -> None:
+        await self._do("DELETE FROM command WHERE ulid = ? AND seq = ?", [(ulid, seq) for seq in seqs])
+
+    async def trim_commands(self, ulid: str, upto: int) -> None:
+        await self._do("DELETE FROM command WHERE ulid = ? AND step = '' AND seq <= ?", [(ulid, upto)])
+
+    async def commands(self, ulid: str) -> list[CommandRow]:
+        found = await self._read(f"{_COMMANDS} WHERE ulid = ? ORDER BY seq", ulid)
+        return [CommandRow(ulid=row[0], seq=row[1], step=row[2], done=bool(row[3]), entry=row[4]) for row in found]
+
+    async def result(self, ulid: str, seq: int) -> bytes:
+        found = await self._read("SELECT result FROM command WHERE ulid = ? AND seq = ?", ulid, seq)
+        return bytes(found[0][0]) if found else b""
+
+    async def open_steps(self) -> list[CommandRow]:
+        found = await self._read(f"{_COMMANDS} WHERE step != '' AND done = 0 ORDER BY ulid, seq")
+        return [CommandRow(ulid=row[0], seq=row[1], step=row[2], entry=row[4]) for row in found]
+
+    async def _read(self, sql: str, *args: object) -> list[tuple[Any, ...]]:
+        """On a connection of its own: a reader waits for no writer (WAL)."""
+
+        def read() -> list[tuple[Any, ...]]:
+            db = sqlite3.connect(f"file:{quote(str(self._dir / 'edge.db'))}?mode=ro", uri=True)
+            try:
+                return db.execute(sql, args).fetchall()
+            finally:
+                db.close()
+
+        try:
+            return await asyncio.to_thread(read)
+        except sqlite3.Error as error:
+            raise NodeError(f"the Edge's records cannot be read: {error}", reason="store") from error
 
     async def close(self) -> None:
         """Everything posted before is written."""
@@ -267,6 +346,7 @@ class MemoryStore:
 
     def __init__(self) -> None:
         self.records: dict[str, Record] = {}
+        self._commands: dict[tuple[str, int], CommandRow] = {}
         self.incarnation = f"{uuid.uuid4().hex}.1"
 
     async def open(self) -> list[Record]:
@@ -285,11 +365,38 @@ class MemoryStore:
     async def forget(self, ended_before: float) -> None:
         for ulid in [r.ulid for r in self.records.values() if 0 < r.ended_ts < ended_before]:
             del self.records[ulid]
+            self._forget_commands(ulid)
+
+    def _forget_commands(self, ulid: str) -> None:
+        for key in [key for key in self._commands if key[0] == ulid]:
+            del self._commands[key]
+
+    async def put_commands(self, rows: Sequence[CommandRow]) -> None:
+        self._commands |= {(row.ulid, row.seq): row for row in rows}
+
+    async def drop_commands(self, ulid: str, seqs: Sequence[int]) -> None:
+        for seq in seqs:
+            self._commands.pop((ulid, seq), None)
+
+    async def trim_commands(self, ulid: str, upto: int) -> None:
+        for key in [key for key, row in self._commands.items() if key[0] == ulid and key[1] <= upto and not row.step]:
+            del self._commands[key]
+
+    async def commands(self, ulid: str) -> list[CommandRow]:
+        return [row for key, row in sorted(self._commands.items()) if key[0] == ulid]
+
+    async def result(self, ulid: str, seq: int) -> bytes:
+        row = self._commands.get((ulid, seq))
+        return row.result if row is not None else b""
+
+    async def open_steps(self) -> list[CommandRow]:
+        return [row for _, row in sorted(self._commands.items()) if row.step and not row.done]
 
     async def prune(self, ulids: Sequence[str]) -> None:
         for ulid in ulids:
             if ulid in self.records and self.records[ulid].ended_ts > 0:
                 del self.records[ulid]
+                self._forget_commands(ulid)
 
     async def close(self) -> None:
         return None

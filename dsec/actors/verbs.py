@@ -21,6 +21,8 @@ from dsec.bus import subjects
 from dsec.bus.actor import Context, Route, Verb
 from dsec.bus.messages import (
     CancelRequest,
+    CommandsReply,
+    CommandsRequest,
     CreditRequest,
     DrainRequest,
     EdgeInfo,
@@ -76,6 +78,7 @@ class Verbs:
             ("info", Empty, InfoReply, self.info),
             ("label", LabelRequest, InfoReply, self.label),
             ("log", Empty, LogReply, self.log),
+            ("commands", CommandsRequest, CommandsReply, self.commands),
             ("pause", Empty, PauseReply, self.pause),
             ("resume", Empty, Empty, self.resume),
             ("pack_diff", PackRequest, PackReply, self.pack_diff),
@@ -147,12 +150,15 @@ class Verbs:
 
     # ------------------------------------------------------------------ commands
     async def exec(self, context: Context, request: ExecRequest) -> ExecReply:
+        if request.step:
+            return await self._step(context, request)
         sandbox = self._live(context)
         if request.spec is not None:
             async with sandbox.awake(context.deadline) as instance:
                 status = await instance.link.start(request.op, _with_defaults(request.spec, sandbox))
+            seq = await self.edge.commands.begun(sandbox.record.ulid, request.op, request.spec)
             if status.running and not request.wait_ms:
-                return ExecReply(status=bounded(status), stood_ms=sandbox.stood_ms)
+                return ExecReply(status=bounded(status), seq=seq, stood_ms=sandbox.stood_ms)
             # One that has ended was asked for before: `outcome` brings its captured output as well.
         return await self._outcome(sandbox, context, request)
 
@@ -161,7 +167,29 @@ class Verbs:
 
     async def _outcome(self, sandbox: Sandbox, context: Context, request: ExecRequest) -> ExecReply:
         status = await sandbox.outcome(request.op, _wait(context, request.wait_ms))
-        return ExecReply(status=bounded(status), stood_ms=sandbox.stood_ms)
+        seq = self.edge.commands.ended(sandbox.record.ulid, status)
+        return ExecReply(status=bounded(status), seq=seq, stood_ms=sandbox.stood_ms)
+
+    async def _step(self, context: Context, request: ExecRequest) -> ExecReply:
+        """A command whose result is kept: of a sandbox that has ended, too."""
+        commands = self.edge.commands
+        try:
+            sandbox = self._live(context)
+        except SandboxGone:
+            _, _, sid = subjects.sandbox_parse(context.subject)
+            if (known := await commands.recorded(sid.ulid, request.step)) is None:
+                raise
+            return ExecReply(status=bounded(known[0]), seq=known[1])
+        spec = _with_defaults(request.spec, sandbox) if request.spec is not None else None
+        status, seq = await commands.step(sandbox, request.step, request.op, spec, context.deadline, _wait(context, request.wait_ms))
+        return ExecReply(status=bounded(status), seq=seq, stood_ms=sandbox.stood_ms)
+
+    async def commands(self, context: Context, request: CommandsRequest) -> CommandsReply:
+        with contextlib.suppress(SandboxGone):
+            self._live(context)
+        _, _, sid = subjects.sandbox_parse(context.subject)
+        found, more = await self.edge.commands.listing(sid.ulid, request.after, request.limit)
+        return CommandsReply(commands=found, more=more)
 
     async def input(self, context: Context, request: InputRequest) -> InputReply:
         async with self._live(context).awake(context.deadline) as instance:

@@ -309,7 +309,7 @@ class CommandsRequest(Message, frozen=True, kw_only=True):
     """sb.commands: what was run in it, by number; at most ``limit``."""
 
     after: int = 0
-    limit: Annotated[int, Meta(ge=1, le=2_000)] = 1_000
+    limit: Annotated[int, Meta(ge=1, le=1_000)] = 500
 
 
 class CommandsReply(Message, frozen=True, kw_only=True):

@@ -15,7 +15,7 @@ from dsec.commands.ids import SANDBOX
 from dsec.commands.many import label_text
 
 if TYPE_CHECKING:
-    from dsec.model import Exit, OpStatus, SandboxInfo
+    from dsec.model import Command, Exit, OpStatus, SandboxInfo
     from libdsec import Client, ItemOutcome
 
 AT_ONCE = 64  # sandboxes asked at one time by top
@@ -109,6 +109,50 @@ def logs_command(settings: Settings, sandbox_id: str, op: str | None, follow: bo
             await (story(client) if op is None else output(client, op))
 
     run(work())
+
+
+@click.command("log")
+@click.argument("sandbox_id", metavar="ID", type=SANDBOX)
+@click.option("--after", default=0, metavar="SEQ", help="Only behind this number.")
+@common
+def log_command(settings: Settings, sandbox_id: str, after: int) -> None:
+    """The commands that were run in a sandbox, by number, with the key of those whose result is kept (exec --step).
+
+    \b
+    dsec log ID
+    dsec log ID --after 40 --json | jq -r '.[].step'
+    """
+
+    async def work() -> list[Command]:
+        from dsec.model import SandboxId
+        from libdsec import Sandbox
+
+        async with settings.connect() as client:
+            return await Sandbox(client, SandboxId.parse(sandbox_id)).commands(after)
+
+    found = run(work())
+    if settings.json:
+        emit(found)
+        return
+    rows = [
+        (str(item.seq), time.strftime("%H:%M:%S", time.localtime(item.started_ts)), item.step, command_state(item), one_line(item.argv))
+        for item in found
+    ]
+    table(["SEQ", "TIME", "STEP", "STATE", "COMMAND"], rows)
+
+
+def command_state(command: Command) -> str:
+    if not command.ended_ts:
+        return "begun"
+    how = f"signal {command.signal}" if command.signal else f"exit {command.exit_code}"
+    return f"{how} (timed out)" if command.timed_out else f"{how} (out of memory)" if command.oom_killed else how
+
+
+def one_line(argv: tuple[str, ...]) -> str:
+    """A command as a person reads it, cut."""
+    words = argv[2:] if argv[:2] == ("/bin/sh", "-c") else argv
+    text = " ".join(" ".join(words).split())
+    return text if len(text) <= 80 else f"{text[:79]}…"
 
 
 @click.command("top")

@@ -378,6 +378,7 @@ def show_burst(settings: Settings, rows: list[dict[str, Any]], failed: list[dict
 @click.option("-i", "--interactive/--no-stdin", "feed", default=None, help="Pass standard input on. [default: if it is a pipe or a file]")
 @click.option("-t", "--tty", is_flag=True, help="Give it a terminal, ours: -it as with Docker.")
 @click.option("--timeout", default=None, type=float, help="Seconds until the command is killed. [default: no limit]")
+@click.option("--step", default="", metavar="KEY", help="Keep its result under this key; the same key again runs nothing.")
 @common
 def exec_command(
     settings: Settings,
@@ -390,17 +391,21 @@ def exec_command(
     feed: bool | None,
     tty: bool,
     timeout: float | None,
+    step: str,
 ) -> int:
     """Run COMMAND in the sandbox ID. The exit code is the command's.
 
     \b
     dsec exec ID -- pytest -q
     dsec exec -it ID bash
+    dsec exec --step train-7 ID -- ./train
     dsec exec -d ID -- ./server        prints the operation's id, for `dsec logs ID OP`
     """
     command = strip_dashes(command)
     if not command:
         raise click.UsageError("which command? dsec exec ID -- COMMAND")
+    if step and (detach or tty or feed):
+        raise click.UsageError("--step goes with none of -d, -t and -i")
     variables = pairs(env, "-e", lookup=dict(os.environ))
 
     async def work() -> int:
@@ -409,6 +414,14 @@ def exec_command(
         SandboxId.parse(sandbox_id)
         async with settings.connect() as client:
             sandbox = await client.attach(sandbox_id)
+            if step:
+                result = await sandbox.exec(list(command), env=variables, cwd=workdir, user=user, timeout=timeout or 0, step=step)
+                if settings.json:
+                    emit(result_map(sandbox.id, result))
+                else:
+                    await asyncio.to_thread(stdio.write_all, 1, bytes(result.stdout))
+                    await asyncio.to_thread(stdio.write_all, 2, bytes(result.stderr))
+                return result.exit_code & 0xFF
             if detach:
                 async with sandbox.start(
                     list(command), env=variables, cwd=workdir, user=user, stdin=False, timeout=timeout or 0
