@@ -22,8 +22,9 @@ import msgspec
 
 from dsec import doctor_probes as probes
 from dsec import syscalls
-from dsec.config import NetworkConfig
-from dsec.errors import Unsupported
+from dsec.backends.disk import Disks
+from dsec.config import NetworkConfig, load
+from dsec.errors import InvalidRequest, Unsupported
 from dsec.layers import probe as stacking
 from dsec.security import network, nft, rtnl
 
@@ -327,16 +328,22 @@ _tried(
 @_check(
     "disk_limit",
     "the writable layer is a tmpfs: its bytes count as memory, and admission knows it",
-    "put the state directory on btrfs, or on xfs or ext4 mounted with prjquota",
+    "set container.disk_store_bytes, or put edge.state_dir on xfs or ext4 mounted with prjquota, or on btrfs with quotas",
 )
 def _disk_limit() -> Answer:
-    where = os.environ.get("DSEC_EDGE__STATE_DIR", "/var/lib/dsec")
-    kind, options = probes.filesystem_of(where)
-    if kind == "btrfs":
-        return "ok", f"btrfs at {where}"
-    if kind in {"xfs", "ext4"} and {"prjquota", "pquota"} & set(options.split(",")):
-        return "ok", f"{kind} with project quota at {where}"
-    return "fallback", f"{kind} without project quota at {where}"
+    try:
+        config = load()
+        where = config.edge.state_dir
+        while not os.path.isdir(where):
+            where = os.path.dirname(where) or "/"
+        disks = Disks(where, config.container.disk, config.container.disk_store_bytes)
+        disks.look(userns=config.container.userns and not syscalls.disabled("userns"), make=False)
+    except (InvalidRequest, Unsupported) as error:
+        return "missing", str(error)
+    used = disks.modes[0]
+    better = [f"{name}: {why}" for name, why in disks.missing.items() if config.container.disk == "auto" and name != "disk=loop"]
+    found = f"{used} at {where}" + (f" ({'; '.join(better)})" if better else "")
+    return ("fallback" if used == "tmpfs" else "ok"), found
 
 
 @_check("mmdebstrap", "`dsec layer bootstrap` cannot make a Debian base", "apt-get install mmdebstrap")

@@ -189,21 +189,6 @@ def docker_version(address: str) -> str:
     return found.group(1).decode() if found else "unknown"
 
 
-def filesystem_of(path: str) -> tuple[str, str]:
-    """(type, options) of the file system that holds `path`, or its nearest parent that exists."""
-    where = os.path.realpath(path)
-    while not os.path.exists(where):
-        where = os.path.dirname(where)
-    best, answer = -1, ("", "")
-    for line in Path("/proc/self/mountinfo").read_text().splitlines():
-        left, _, right = line.partition(" - ")
-        point = left.split()[4].replace("\\040", " ")
-        if (where == point or where.startswith(point.rstrip("/") + "/")) and len(point) >= best:
-            kind, _, options = right.split(" ", 2)
-            best, answer = len(point), (kind, options)
-    return answer
-
-
 def number(path: str) -> int | None:
     """A sysctl's number (its last word), None where the file is missing or says ``max``."""
     try:

@@ -40,11 +40,11 @@ class Disks:
         self.in_image = False  # the store of subvolumes is a file, and the holder mounts it
         self.root = ""  # that store as this process reaches it
 
-    def look(self, userns: bool) -> None:
-        """Find out what there is, and make the btrfs store where it is wanted.
+    def look(self, userns: bool, make: bool = True) -> None:
+        """Find out what there is, and ``make`` the btrfs store where it is wanted.
 
         Raises `Unsupported` when ``container.disk`` names what this node does not have, `NodeError`."""
-        found = {mode: self._trouble(mode, userns) for mode in ("quota", "btrfs", "tmpfs", "loop", "dir")}
+        found = {mode: self._trouble(mode, userns, make) for mode in ("quota", "btrfs", "tmpfs", "loop", "dir")}
         self.missing = {f"disk={mode}": why for mode, why in found.items() if why}
         modes = [mode for mode, why in found.items() if not why]
         if self.wanted != "auto":
@@ -54,29 +54,30 @@ class Disks:
             modes.sort(key=lambda mode: mode != self.wanted)
         self.modes = tuple(modes)
 
-    def _trouble(self, mode: str, userns: bool) -> str:
+    def _trouble(self, mode: str, userns: bool, make: bool) -> str:
         if mode in ("quota", "btrfs") and syscalls.disabled(mode):
             return "disabled by DSEC_DISABLE"
         if mode == "quota":
             # The owner of a file may give it to another project, unless it is in a user namespace.
             return quota.trouble(self.state) if userns else "without user namespaces root in a sandbox could leave its project"
         if mode == "btrfs":
-            return self._store_trouble()
+            return self._store_trouble(make)
         if mode == "loop":
             if shutil.which("mkfs.ext4") is None:
                 return "no mkfs.ext4"
             return "" if os.path.exists("/dev/loop-control") else "no loop devices"
         return ""
 
-    def _store_trouble(self) -> str:
+    def _store_trouble(self, make: bool) -> str:
         if btrfs.is_btrfs(self.state):
             with contextlib.suppress(OSError):
                 if not btrfs.counts(self.state):
                     return f"{self.state} is on btrfs without quotas (btrfs quota enable)"
-                os.makedirs(self.place, mode=0o700, exist_ok=True)
-                btrfs.make(self.place, ".probe", 1 << 20)
-                btrfs.remove(self.place, ".probe")
-                self.root = self.place
+                btrfs.make(self.state, ".probe", 1 << 20)
+                btrfs.remove(self.state, ".probe")
+                if make:
+                    os.makedirs(self.place, mode=0o700, exist_ok=True)
+                    self.root = self.place
                 return ""
             return f"subvolumes cannot be made in {self.state}"
         # Where a sandbox of an earlier Edge stands on the file, it is kept as it is, whatever is configured now.
@@ -84,13 +85,14 @@ class Disks:
         if not self.store_bytes:
             return "the state directory is not on btrfs, and container.disk_store_bytes gives no room for a store in a file"
         if not self.in_image:
-            if why := self._make_store():
+            if why := self._no_store():
                 return why
-            self.in_image = True
+            if make:
+                self._make_store()
+                self.in_image = True
         return ""
 
-    def _make_store(self) -> str:
-        """An empty store. Nothing of an earlier one is of use: its sandboxes are gone."""
+    def _no_store(self) -> str:
         if shutil.which("mkfs.btrfs") is None:
             return "no mkfs.btrfs (apt-get install btrfs-progs)"
         if not os.path.exists("/dev/loop-control"):
@@ -99,10 +101,14 @@ class Disks:
             return "this kernel has no btrfs"
         if self.store_bytes < MIN_STORE:
             return f"container.disk_store_bytes={self.store_bytes} is less than {MIN_STORE}"
-        self.forget()
         room = os.statvfs(self.state)
         if (free := room.f_bavail * room.f_frsize) < self.store_bytes:
             return f"container.disk_store_bytes={self.store_bytes}, and {self.state} has {free} bytes free"
+        return ""
+
+    def _make_store(self) -> None:
+        """An empty store. Nothing of an earlier one is of use: its sandboxes are gone. Sparse: what it holds takes room, and no more."""
+        self.forget()
         try:
             with open(self.image, "xb") as file:
                 os.chmod(self.image, 0o600)
@@ -111,7 +117,6 @@ class Disks:
         except OSError as error:
             self.forget()
             raise NodeError(f"{self.image}: {error}", reason="disk") from error
-        return ""
 
     def reached(self, holder: int) -> None:
         """The store is mounted in the namespace of this process: it is reached through it."""

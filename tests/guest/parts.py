@@ -35,6 +35,8 @@ PACKAGES = (
     "procps",
     "mount",
     "e2fsprogs",
+    "btrfs-progs",
+    "xfsprogs",
     "git",
     "xz-utils",
     "zstd",
@@ -43,6 +45,7 @@ PACKAGES = (
 # Loaded by the initramfs, with what they depend on; all else that the tests need is built into Debian's cloud kernel.
 MODULES = (
     *("virtio_blk", "erofs", "overlay", "loop", "zram", "veth"),
+    *("btrfs", "xfs", "quota_v2"),
     *("nf_tables", "nft_ct", "nft_fib_inet", "nft_reject_inet", "nft_masq", "nft_chain_nat", "nft_connlimit"),
 )
 # Of requirements.lock, what no test inside the guest imports.

@@ -29,3 +29,24 @@ def test_limits_oom_and_freeze_hold_on_cgroup_v2(capsys: pytest.CaptureFixture[s
     assert re.search(r"\d+ passed", output)
     assert '"cgroup2","status":"ok"' in output
     assert '"overlay_fd","status":"fallback"' in output
+
+
+DISKS = """
+disk() { umount -l /tmp; "mkfs.$1" -q $3 /scratch/$1; mount $2 "$(losetup --direct-io=on -f --show /scratch/$1)" /tmp; chmod 1777 /tmp; }
+try() { python3 -m pytest -p no:cacheprovider -o timeout=900 -ra -q tests/contract/test_disks.py "$@"; }
+truncate -s 2G /scratch/ext4 /scratch/xfs /scratch/btrfs
+disk ext4 "-o prjquota" "-O quota,project -E quotatype=prjquota"
+DSEC_EDGE__STATE_DIR=/tmp python3 -m dsec.doctor --json && try || exit 1
+disk xfs "-o prjquota" && try -k quota || exit 1
+disk btrfs && btrfs quota enable /tmp && try -k btrfs || exit 1
+"""
+
+
+def test_the_nodes_own_quotas_bound_a_sandbox(capsys: pytest.CaptureFixture[str]) -> None:
+    """Writable layers keep their limits on ext4 and xfs with project quotas and on btrfs with qgroups; the doctor says which is used."""
+    with capsys.disabled():
+        code, output = machine.run(DISKS, timeout=3000)
+    assert code == 0, output[-4000:]
+    assert "disk=quota" not in output  # nothing of it was skipped
+    assert output.count(" passed") == 3
+    assert '"disk_limit","status":"ok","found":"quota' in output

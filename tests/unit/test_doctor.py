@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -43,6 +44,21 @@ def test_disabled_feature_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "DSEC_DISABLE" in (doctor.reason("userns") or "")
     monkeypatch.delenv("DSEC_DISABLE")
     assert "DSEC_DISABLE" not in (doctor.reason("userns") or "")
+
+
+def test_the_disk_that_is_used_is_named_with_the_reason(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Which kind of writable layer a node takes, why no better one, and what the configuration asks for that is not there."""
+    monkeypatch.setenv("DSEC_EDGE__STATE_DIR", str(tmp_path))
+    monkeypatch.setenv("DSEC_DISABLE", "quota,btrfs")
+    told = doctor.check("disk_limit")
+    assert told.status == "fallback"
+    assert told.found.startswith(f"tmpfs at {tmp_path}")
+    assert "disk=quota: disabled" in told.found
+    monkeypatch.setenv("DSEC_CONTAINER__DISK", "btrfs")
+    assert doctor.check("disk_limit").status == "missing"
+    monkeypatch.setenv("DSEC_CONTAINER__DISK", "floppy")
+    assert "container.disk" in doctor.check("disk_limit").found
+    assert not list(tmp_path.iterdir())
 
 
 def test_unknown_feature_is_an_error() -> None:
