@@ -20,7 +20,7 @@ from pathlib import Path
 import libdsec
 from benchmarks import harness, rangeserver
 from dsec.actors.up import Cluster
-from dsec.layers import fetch, lazy, mounts
+from dsec.layers import fetch, lazy
 from dsec.layers.bootstrap import bootstrap_debian
 from dsec.layers.remote import RemoteStore
 from dsec.layers.store import LayerStore
@@ -83,15 +83,16 @@ async def ready(digest: str, url: str) -> float:
     place = Path(tempfile.mkdtemp(prefix="dsec-ready-", dir=harness.CACHE))
     try:
         remote = RemoteStore(url)
+        way, _ = await asyncio.to_thread(fetch.way_to_load)
         layers = fetch.NodeLayers(LayerStore(place), remote)
-        layers.why_not_lazy = ""
+        layers.way = way
         layers.store._kind = ("erofs_file", "")  # as on a node that runs: found out once
         await remote.has(digest)  # a node that runs has its connection
         started = time.perf_counter()
         await layers.ensure([digest])
         plan = await layers.mount_plan(digest)
         kit = lazy.make_kit(plan)
-        fd = mounts.open_layer(plan, marked=True)
+        fd = kit.open(plan)
         took = (time.perf_counter() - started) * 1e3
         os.close(fd)
         kit.close()

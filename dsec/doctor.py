@@ -25,7 +25,9 @@ from dsec import syscalls
 from dsec.backends.disk import Disks
 from dsec.config import NetworkConfig, load
 from dsec.errors import InvalidRequest, Unsupported
+from dsec.layers import fuse
 from dsec.layers import probe as stacking
+from dsec.layers.fetch import way_to_load
 from dsec.security import network, nft, rtnl
 
 Status = Literal["ok", "fallback", "missing"]
@@ -319,10 +321,18 @@ _tried(
     "fanotify",
     "pre-content events",
     probes.try_pre_content,
-    "layers cannot be loaded on demand by fanotify",
+    "layers that are filled as they are read are served through FUSE",
     "use a kernel >= 6.14",
     "fallback",
 )
+_tried("fuse", "/dev/fuse serves a file", fuse.attempt, "without fanotify too, layers are fetched whole", "modprobe fuse", "fallback")
+
+
+@_check("on_demand", "a layer that is not here yet costs more than what is read of it", "use a kernel >= 6.14")
+def _on_demand() -> Answer:
+    way, why = way_to_load()
+    how = {"fanotify": "filled as read, under fanotify", "fuse": "filled as read, through FUSE", "whole": "fetched whole first"}[way]
+    return ("fallback" if why else "ok"), how + (f" ({why})" if why else "")
 
 
 @_check(

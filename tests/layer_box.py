@@ -22,7 +22,7 @@ from dsec.layers import importer
 from dsec.layers.fetch import NodeLayers, push
 from dsec.layers.lazy import Kit, Loader, make_kit
 from dsec.layers.manifest import CHUNK
-from dsec.layers.mounts import LayerMount, open_layer
+from dsec.layers.mounts import LayerMount
 from dsec.layers.remote import RemoteStore
 from dsec.layers.store import LayerStore
 
@@ -157,9 +157,21 @@ class Box:
         kit = make_kit(plan)
         self.kits.append(kit)
         loader.add(kit)
-        fd = open_layer(plan, marked=True)
+        fd = kit.open(plan)
         self.mounts.append(fd)
         return fd
+
+    def settle(self, number: int = 0) -> None:
+        """What a holder does when a layer is whole: the mark goes, or nothing more is mounted through FUSE."""
+        if self.kits[number].by_fuse:
+            self.kits[number].settle()
+        else:
+            self.loaders[number].drop(self.digest)
+
+    def unmount(self) -> None:
+        for fd in self.mounts:
+            os.close(fd)
+        self.mounts.clear()
 
     def read(self, fd: int, name: str) -> bytes:
         with open(os.open(name, os.O_RDONLY, dir_fd=fd), "rb") as file:

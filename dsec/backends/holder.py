@@ -136,6 +136,17 @@ class Holder(OnDemand, Zygotes, DiskStores, Heirs):
             self.attached[key] = place
         self.layers[key] = fd
 
+    def replace(self, key: str, fd: int) -> None:
+        """Another mount of the same layer, for launches from now on."""
+        if (old := self.layers.pop(key, None)) is None:
+            os.close(fd)
+            return
+        os.close(old)
+        if place := self.attached.pop(key, ""):
+            syscalls.umount2(place, syscalls.MNT_DETACH)
+            os.rmdir(place)
+        self._hold(key, fd)
+
     # --- requests --------------------------------------------------------------------------------------------------
 
     def op_hello(self, _call: Call) -> dict[str, Any]:
@@ -157,13 +168,12 @@ class Holder(OnDemand, Zygotes, DiskStores, Heirs):
         if call["key"] not in self.layers:
             import msgspec
 
-            from dsec.layers.mounts import LayerMount, open_layer, pin_layer
+            from dsec.layers.mounts import LayerMount, pin_layer
 
             mount = msgspec.convert(call["mount"], LayerMount)
             pin = pin_layer(mount)  # `dsec layer rm` and gc leave a layer alone while this is open
             try:
-                marked = self.mark(mount)  # before the mount: a mount that came first would read holes as zeros
-                self._hold(call["key"], open_layer(mount, marked=marked))
+                self._hold(call["key"], self.guarded(mount))
             except BaseException:
                 os.close(pin)
                 raise

@@ -120,13 +120,23 @@ class HolderClient:
         for fd in self.kits.pop(name, ({}, ()))[1]:
             os.close(fd)
 
+    def settle_kit(self, name: str) -> None:
+        """The layer is whole: of a FUSE kit the file is not to be mounted any more, so that its end is seen (`dsec.layers.fuse`)."""
+        if name in self.kits:
+            spec, fds = self.kits[name]
+            for fd in fds[3:]:
+                os.close(fd)
+            self.kits[name] = (spec, fds[:3])
+
     async def serves(self, digest: str, plan: Callable[[str], Awaitable[LayerMount]]) -> bool:
         """False when the layer is partly filled here and nobody holds its mark: whoever stands on it may have read zeros for data."""
         try:
             mount = await plan(digest)
         except DsecError:  # it is not in the store any more, or cannot be completed now: then it says nothing of what was mounted
             return True
-        return mount.lazy is None or bool((await self.request("serves", mount=msgspec.to_builtins(mount)))["served"])
+        if not mount.devices:
+            return True
+        return bool((await self.request("serves", key=digest, mount=msgspec.to_builtins(mount)))["served"])
 
     async def restore_kits(self) -> None:
         """Give a new holder the kits of the one before it."""
@@ -197,6 +207,8 @@ class HolderClient:
                 self.drop_kit(message["spec"]["name"])
                 self.kits[message["spec"]["name"]] = (message["spec"], tuple(fds))
             elif message.get("event") == "layer":
+                if message["what"] == "whole":
+                    self.settle_kit(message["name"])
                 if message["what"] == "released":
                     self.drop_kit(message["name"])
                 elif self._on_layer is not None:

@@ -6,8 +6,10 @@ the kits back (`restore`). The worker is started with the first kit, or ahead of
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
+import sys
 from typing import TYPE_CHECKING, Any
 
 from dsec.backends.holder_parts import Call, Edge, Refused
@@ -28,6 +30,10 @@ class OnDemand:
         self.epoll = select.epoll()
         self._loader: Loader | None = None
         self._loader_fds: tuple[int, int] = (-1, -1)
+        self._by_fuse: dict[str, LayerMount] = {}  # what is mounted so, until it is whole
+
+    def replace(self, key: str, fd: int) -> None:
+        raise NotImplementedError
 
     def _send(self, edge: Edge, body: dict[str, Any], fds: tuple[int, ...] = ()) -> None:
         raise NotImplementedError
@@ -45,36 +51,64 @@ class OnDemand:
         return {"pid": loader.pid if loader else 0, "deaths": loader.deaths if loader else 0, "layers": list(loader.kits) if loader else []}
 
     def op_serves(self, call: Call) -> dict[str, Any]:
-        """Whether somebody fills this layer: this holder's worker, or one that outlived its holder."""
-        if self._loader is not None and call["mount"]["lazy"]["name"] in self._loader.kits:
-            return {"served": True}
-        from dsec.layers.lazy import being_filled
+        """Whether somebody fills this layer: this holder's worker, or one that outlived its holder. That one's end must not be the end of
+        the mark under what is mounted, so this holder marks the blob too; the question comes after, so that no moment is unguarded.
+        (What is mounted through FUSE gets no second guard: if its worker ends too, its readers get EIO.)"""
+        import msgspec
 
-        return {"served": being_filled(call["mount"]["devices"][-1])}
+        from dsec.layers import fuse
+        from dsec.layers.lazy import being_filled, make_kit
+        from dsec.layers.mounts import LayerMount, bitmap
+
+        mount = msgspec.convert(call["mount"], LayerMount)
+        data = mount.devices[-1]
+        if self._loader is not None and call["key"] in self._loader.kits:
+            return {"served": True}
+        if (served := fuse.served(data)) is not None:
+            return {"served": served}
+        if mount.lazy is None or not os.path.exists(bitmap(data)):
+            return {"served": True}
+        kit = None
+        if mount.lazy.way == "fanotify":
+            with contextlib.suppress(OSError):  # no room for another group: that worker alone, then
+                kit = make_kit(mount)
+        served = being_filled(data)
+        if kit is not None and served:
+            self._add(kit)
+            self.hand_out(call["key"], call)
+        elif kit is not None:
+            kit.close()
+        return {"served": served}
 
     def op_restore(self, call: Call) -> dict[str, Any]:
         """Take over a kit that an earlier holder made and the Edge kept; the layer's mount comes separately."""
-        if len(call.fds) != 3:
-            raise Refused("a kit has three descriptors")
+        if len(call.fds) not in (3, 4):
+            raise Refused("a kit has three descriptors, or four")
         if call["spec"]["name"] not in self._get_loader().kits:
             from dsec.layers.lazy import Kit
 
-            first, second, third = (os.dup(fd) for fd in call.fds)
-            self._add(Kit(call["spec"], (first, second, third)))
+            self._add(Kit(call["spec"], tuple(os.dup(fd) for fd in call.fds)))
         return {}
 
     # --- for the holder --------------------------------------------------------------------------------------------
 
-    def mark(self, mount: LayerMount) -> bool:
-        """Mark a partly filled blob and have it served; True when it is safe to mount it with its holes. Raises `OSError`."""
+    def guarded(self, mount: LayerMount) -> int:
+        """The layer's mount. Before it, the holes of a partly filled blob are guarded and somebody fills it. Raises `OSError`."""
+        from dsec.layers import fuse
         from dsec.layers.lazy import make_kit
-        from dsec.layers.mounts import bitmap
+        from dsec.layers.mounts import bitmap, open_layer
 
         if mount.lazy is None or not os.path.exists(bitmap(mount.devices[-1])):
-            return False
-        if mount.lazy.name not in self._get_loader().kits:
+            if mount.devices:
+                fuse.forget(mount.devices[-1])
+            return open_layer(mount)
+        name = mount.lazy.name
+        if name not in self._get_loader().kits:
             self._add(make_kit(mount))
-        return True
+        kit = self._get_loader().kits[name]
+        if kit.by_fuse:
+            self._by_fuse[name] = mount
+        return kit.open(mount)
 
     def hand_out(self, name: str, call: Call) -> None:
         """Give the asking Edge a copy of the layer's kit, where it has one."""
@@ -82,8 +116,24 @@ class OnDemand:
         if kit is not None:
             self._send(call.edge, {"event": "kit", "spec": kit.spec}, kit.fds)
 
+    def settle(self, name: str) -> None:
+        """The layer is whole. Its mark goes; what is mounted through FUSE stays so, and whoever comes next gets the plain file."""
+        from dsec.layers.mounts import open_layer
+
+        kit = self._loader.kits.get(name) if self._loader is not None else None
+        if kit is None or not kit.by_fuse:
+            self.unmark(name)
+            return
+        kit.settle()
+        if (mount := self._by_fuse.pop(name, None)) is not None:
+            try:
+                self.replace(name, open_layer(mount))
+            except OSError as error:
+                sys.stderr.write(f"holder: {name} stays behind FUSE: {error}\n")
+
     def unmark(self, name: str) -> None:
         """Let go of a layer that this holder no longer mounts, or that is whole: so do the Edges."""
+        self._by_fuse.pop(name, None)
         if self._loader is not None and name in self._loader.kits:
             self._loader.drop(name)
             for edge in list(self.edges.values()):
@@ -107,6 +157,8 @@ class OnDemand:
                 for edge in list(self.edges.values()):
                     self._send(edge, news)
                 if news["what"] == "whole":
+                    self.settle(news["name"])
+                elif news["what"] == "unused":
                     self.unmark(news["name"])
             if self._loader.sock is not None and self._hung_up(self._loader.sock.fileno()):
                 self.epoll.unregister(fd)

@@ -42,7 +42,8 @@ class _Waiter:
 
 class Filler:
     """``fd``: the sparse file, opened for writing; ``bitmap``: path of the bits, made by `create`; ``fetch(offset, length)`` returns
-    bytes or raises OSError, in a thread of ``pool``. ``whole()`` is called once, in one of our threads, when the last chunk is durable.
+    bytes or raises OSError, in a thread of ``pool``. ``whole()`` is called once, in one of our threads, when the last chunk is durable;
+    never when the file was whole before.
     """
 
     def __init__(self, fd: int, manifest: Manifest, bitmap: str, fetch: Fetch, pool: ThreadPoolExecutor, whole: Callable[[], None]) -> None:
@@ -56,12 +57,18 @@ class Filler:
         self._count = len(manifest.chunks)
         self._size = (self._count + 7) // 8
         self._lock = threading.Lock()
+        self._idle = threading.Condition(self._lock)
+        self._telling = 0  # threads that are about to call somebody's ``done``
+        self._closed = False
         self._waiters: dict[int, list[_Waiter]] = {}
         self._flying: set[int] = set()
         self._ended = False
         self.bitmap = bitmap
-        self._bits = os.open(bitmap, os.O_RDWR | os.O_CLOEXEC)
-        fcntl.flock(self._bits, fcntl.LOCK_SH)  # says that somebody fills it
+        try:
+            self._bits = os.open(bitmap, os.O_RDWR | os.O_CLOEXEC)
+            fcntl.flock(self._bits, fcntl.LOCK_SH)  # says that somebody fills it
+        except FileNotFoundError:
+            self._bits, self._ended = -1, True
         self._have = bytearray(self._count)
         for number in self._brought(range(self._count)):
             self._have[number] = 1
@@ -91,7 +98,8 @@ class Filler:
         runs: list[list[int]] = []
         with self._lock:
             missing = sorted(n for n in set(numbers) if not self._have[n])
-            if missing:
+            closed = self._closed
+            if missing and not closed:
                 waiter = _Waiter(set(missing), done)
                 for number in missing:
                     self._waiters.setdefault(number, []).append(waiter)
@@ -102,8 +110,8 @@ class Filler:
                         runs[-1].append(number)
                     else:
                         runs.append([number])
-        if not missing:
-            done(None)
+        if not missing or closed:
+            done(OSError(errno.ESHUTDOWN, "the loader ends") if missing else None)
         for run in runs:
             try:
                 self._pool.submit(self._run, run)
@@ -165,17 +173,23 @@ class Filler:
             self._whole()
 
     def close(self) -> None:
-        """Flush and let go of the bitmap; ``fd`` is the caller's."""
+        """Flush and let go of the bitmap, when what is under way has ended; ``fd`` is the caller's, who may close it then."""
+        with self._idle:
+            self._closed = True
+            self._idle.wait_for(lambda: not self._flying and not self._telling)
         try:
             self.flush()
         finally:
-            os.close(self._bits)
+            if self._bits >= 0:
+                os.close(self._bits)
 
     def _brought(self, numbers: Iterable[int]) -> list[int]:
         """Which of these are durably there, whoever brought them: several processes may fill one file. A bit lost to another's write means
-        one more fetch; a bitmap that is gone says that the file is whole."""
+        one more fetch; a bitmap that is gone says that the file is whole, unless that is gone with it."""
+        if self._bits < 0:
+            return list(numbers)
         packed = os.pread(self._bits, self._size, 0).ljust(self._size, b"\0")
-        whole = os.fstat(self._bits).st_nlink == 0
+        whole = os.fstat(self._bits).st_nlink == 0 and os.fstat(self._fd).st_nlink > 0
         return [number for number in numbers if whole or packed[number // 8] >> number % 8 & 1]
 
     def _run(self, run: list[int]) -> None:
@@ -219,6 +233,7 @@ class Filler:
             for number in good:
                 self._left -= 1 - self._have[number]
                 self._have[number] = 1
+            self._telling += 1
             self._flying.difference_update(good, bad)
             for number in (*good, *bad):
                 for waiter in self._waiters.pop(number, ()):
@@ -234,5 +249,8 @@ class Filler:
             whole = self._left == 0
         for done, error in calls:
             done(error)
+        with self._idle:
+            self._telling -= 1
+            self._idle.notify_all()
         if whole and good:
             self.flush()

@@ -1,7 +1,7 @@
 """This node's layers together with a remote store's: names resolve through both, content comes when it is needed.
 
-A layer of the remote store arrives as its manifest and its metadata (a few MB); its blob is a sparse file. Where the kernel has
-fanotify's pre-content events the blob is filled as it is read (`lazy`, `loader`); elsewhere it is fetched whole before it is
+A layer of the remote store arrives as its manifest and its metadata (a few MB); its blob is a sparse file. It is filled as it is read
+(`lazy`, `loader`), under fanotify's pre-content events or through FUSE; where the kernel has neither it is fetched whole before it is
 mounted. Names of this node's own come first; a name that came from the remote store is looked up there again, and means what it meant
 while the store cannot be reached.
 """
@@ -16,12 +16,13 @@ import time
 from collections.abc import Awaitable, Callable, Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
 from dsec import syscalls
 from dsec.errors import Conflict, DsecError, InvalidRequest, NodeError, NotFound, Unavailable
-from dsec.layers import index, manifest, mounts, split, tools
+from dsec.layers import fuse, index, manifest, mounts, split, tools
 from dsec.layers.chunks import Filler
 from dsec.layers.lazy import being_filled
 from dsec.layers.mounts import LayerMount, Lazy
@@ -50,6 +51,19 @@ def fanotify_trouble() -> str:
     return ""
 
 
+def way_to_load(on_demand: bool = True) -> tuple[Literal["fanotify", "fuse", "whole"], str]:
+    """How layers come to this node, and why not in a better way; tries what it names. Needs root; blocks for some milliseconds."""
+    if not on_demand:
+        return "whole", "switched off in the configuration"
+    if not (first := fanotify_trouble()):
+        return "fanotify", ""
+    try:
+        fuse.attempt()
+    except OSError as error:
+        return "whole", f"fanotify: {first}; FUSE: {error}"
+    return "fuse", f"fanotify: {first}"
+
+
 class NodeLayers:
     """Layers as an Edge uses them. ``remote`` None: the node's store alone. ``cache``: bytes that fetched layers may take on disk, 0 =
     no limit; unused ones go first, least recently used first."""
@@ -62,7 +76,8 @@ class NodeLayers:
         self.cache = cache
         self.lazy = lazy
         self.patience = patience
-        self.why_not_lazy: str | None = None
+        self.way: Literal["", "fanotify", "fuse", "whole"] = ""  # how layers come here, once that is known
+        self.why_not_lazy = ""
         self.release: Callable[[str], Awaitable[bool]] | None = None  # asks the backend to unmount a layer; False while it is used
         self._asked: dict[str, float] = {}
         self._fetching: dict[str, asyncio.Task[LayerRef]] = {}
@@ -161,12 +176,13 @@ class NodeLayers:
         plan = await self.store.mount_plan(digest)
         if not self.partial(digest):
             return plan
-        if plan.kind != "erofs_file":
+        if plan.kind == "dir" or (plan.kind == "erofs_loop" and self.way != "fuse"):
             await self.pull(digest)
             return await self.store.mount_plan(digest)
         info = await self.store.info(digest)
         ahead = self.store.side(digest, ".ahead")
         lazy = Lazy(
+            way="fuse" if self.way == "fuse" else "fanotify",
             name=digest,
             remote=info.remote,
             manifest=str(self.store.side(digest, ".manifest")),
@@ -177,10 +193,9 @@ class NodeLayers:
         return msgspec.structs.replace(plan, lazy=lazy)
 
     async def _can_be_lazy(self) -> bool:
-        if self.why_not_lazy is None:
-            self.why_not_lazy = "" if self.lazy else "switched off in the configuration"
-            self.why_not_lazy = self.why_not_lazy or await tools.in_thread(fanotify_trouble)
-        return not self.why_not_lazy
+        if not self.way:
+            self.way, self.why_not_lazy = await tools.in_thread(way_to_load, self.lazy)
+        return self.way != "whole"
 
     def _used(self, digest: str) -> None:
         record = self.store.side(digest, ".json")
@@ -243,7 +258,8 @@ class NodeLayers:
 
 
 def fill(store: LayerStore, digest: str, fetch: Callable[[int, int], bytes]) -> int:
-    """Fill a layer's blob to its end (blocking); returns the bytes fetched, 0 when a node's loader did it."""
+    """Fill a layer's blob to its end (blocking); returns the bytes fetched, 0 when a node's loader did it. (One that serves it through FUSE
+    cannot be asked for all of it by reading; it learns of what we bring.)"""
     bitmap = store.side(digest, ".data.map")
     known = manifest.load(store.side(digest, ".manifest"), digest)
 
@@ -253,7 +269,8 @@ def fill(store: LayerStore, digest: str, fetch: Callable[[int, int], bytes]) -> 
         except DsecError as error:
             raise OSError(5, str(error)) from error
 
-    if being_filled(str(store.side(digest, ".data"))):
+    data = str(store.side(digest, ".data"))
+    if not fuse.served(data) and being_filled(data):
         _read_through(store.side(digest, ".data"), bitmap)  # a node's loader serves it: reading is how it is asked for more
         return 0
     fd = os.open(store.side(digest, ".data"), os.O_RDWR | os.O_CLOEXEC)

@@ -2,13 +2,13 @@
 
     python -m dsec.layers.loader        # descriptor 3: SEQPACKET to the holder
 
-One thread takes fanotify events and puts each into a free slot of its blob's journal; a pool of threads fetches chunks. An event is
-answered when its chunks are there, with EIO when the store cannot give them, and by a successor when this process dies first: the
-kernel matches answers by the number of the event's descriptor alone, so a successor answers what it finds in the journal, before it
-takes new events (whose numbers could be the same).
+One thread takes events from the gates (`gate`: fanotify, or FUSE on older kernels) and puts each into a free slot of its blob's
+journal; a pool of threads fetches chunks. An event is answered when its chunks are there, with EIO when the store cannot give them, and
+by a successor when this process dies first: an answer needs nothing but the event's number, so a successor answers what it finds
+in the journal, before it takes new events (whose numbers could be the same).
 
 When the holder goes away this process does not: readers wait for it. It fetches everything that is missing and ends when all blobs
-are whole, or when a new holder's worker, holding the same kits, ends it.
+are whole (and nothing is mounted through FUSE), or when a new holder's worker, holding the same kits, ends it.
 
 It never touches a marked blob but through descriptors that raise no events, so it cannot wait for itself.
 """
@@ -30,6 +30,7 @@ import sys
 import threading
 import time
 from collections import OrderedDict
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -37,11 +38,13 @@ from dsec import syscalls
 from dsec.errors import DsecError
 from dsec.layers import manifest, objects
 from dsec.layers.chunks import FLUSH_S, RUN, Filler
-from dsec.layers.lazy import CONTROL_FD, MAX_MESSAGE, SLOT, SLOTS
+from dsec.layers.fuse import Fuse
+from dsec.layers.gate import SLOTS, Event, Fanotify, Gate, Over
+from dsec.layers.lazy import CONTROL_FD, MAX_MESSAGE
 from dsec.layers.mounts import bitmap
 
 _COMM = ctypes.create_string_buffer(b"dsec-loader")
-DEMAND, AHEAD = 12, 3  # threads for what is waited for, and for what is not
+DEMAND, AHEAD, LOCAL = 12, 3, 4  # threads for what is waited for, for what is not, and for what is on the disk
 REQUEST_S = 5.0  # one request, with obstore's own retries
 SEQUENTIAL = 2  # neighbouring reads after which reading ahead begins
 STREAMS = 16
@@ -52,12 +55,13 @@ TROUBLE_EVERY_S = 1.0
 class Blob:
     """One blob in the making and its readers."""
 
-    def __init__(self, worker: Worker, spec: dict[str, Any], fds: list[int]) -> None:
+    def __init__(self, worker: Worker, spec: dict[str, Any], way: Gate, fds: list[int]) -> None:
         self.worker = worker
         self.name: str = spec["name"]
-        self.fan, self.fd, journal = fds
-        self.journal = mmap.mmap(journal, SLOT * SLOTS)
-        os.close(journal)
+        self.gate = way
+        self.fd, self.slot = fds[1], self.gate.slot
+        self.journal = mmap.mmap(fds[2], self.slot * SLOTS)
+        os.close(fds[2])
         self.view = memoryview(self.journal)
         self.free = list(range(SLOTS))
         self.lock = threading.Lock()
@@ -103,12 +107,12 @@ class Blob:
 
     def recover(self) -> None:
         """Answer what a worker before us took and left behind; new events wait until then."""
-        left = [n for n in range(SLOTS) if any(self.view[n * SLOT : n * SLOT + 4])]
+        left = [n for n in range(SLOTS) if any(self._part(n)[:4])]
         if not left:
             return
         waiting = threading.Semaphore(0)
         for slot in left:
-            event = syscalls.fanotify_event(self.view[slot * SLOT : (slot + 1) * SLOT])
+            event = self.gate.event(self._part(slot))
             if event is None:
                 self._clear(slot)
                 waiting.release()
@@ -120,51 +124,54 @@ class Blob:
         self.worker.tell({"name": self.name, "what": "recovered", "events": len(left)})
 
     def take(self) -> None:
-        """Read what is there; each event into a slot of its own."""
+        """Read what is there; each event into a slot of its own. Raises `Over`."""
         while True:
             with self.lock:
                 slot = self.free.pop() if self.free else -1
             if slot < 0:  # too many under way: the rest waits in the kernel
                 time.sleep(0.001)
                 return
+            part = self._part(slot)
             try:
-                read = os.readv(self.fan, [self.view[slot * SLOT : (slot + 1) * SLOT]])
-            except BlockingIOError:
-                read = 0
+                taken = self.gate.take(part)
             except OSError as error:  # no descriptor left: the kernel has refused the reader
                 self._trouble(error)
-                read = 0
-            if not read:
+                taken = False
+            if not taken:
                 with self.lock:
                     self.free.append(slot)
                 return
-            event = syscalls.fanotify_event(self.view[slot * SLOT : (slot + 1) * SLOT])
+            event = self.gate.event(part)
             if event is None:
                 self._clear(slot)
                 continue
             self._serve(slot, event, ours=True)
 
-    def _serve(self, slot: int, event: tuple[int, int, int], *, ours: bool, then: Any = None) -> None:
-        fd, offset, length = event
-        wanted = self.filler.chunks(offset, length)
+    def _part(self, slot: int) -> memoryview:
+        return self.view[slot * self.slot : (slot + 1) * self.slot]
 
-        def done(error: OSError | None) -> None:
+    def _serve(self, slot: int, event: Event, *, ours: bool, then: Callable[[], object] | None = None) -> None:
+        wanted = self.filler.chunks(event[1], event[2])
+
+        def answer(error: OSError | None, *, wait: bool) -> None:
             # The kernel takes a few errors only, and would let a reader wait for ever for another.
             number = 0 if error is None else error.errno if error.errno in (errno.ENOSPC, errno.EDQUOT) else errno.EIO
-            syscalls.fanotify_answer(self.fan, fd, number or 0)
+            if not self.gate.answer(event, number or 0, wait=wait):
+                self.worker.local.submit(answer, error, wait=True)  # others need not wait for the disk too
+                return
             self._clear(slot)  # before the number can be used again
             if ours:
-                os.close(fd)
+                self.gate.forget(event)
             if error is not None:
                 self._trouble(error)
             if then is not None:
                 then()
 
-        self.filler.want(wanted, done)
+        self.filler.want(wanted, lambda error: answer(error, wait=False))
         self._note(wanted)
 
     def _clear(self, slot: int) -> None:
-        self.view[slot * SLOT : slot * SLOT + 4] = b"\0\0\0\0"
+        self._part(slot)[:4] = b"\0\0\0\0"
         with self.lock:
             self.free.append(slot)
 
@@ -222,11 +229,14 @@ class Blob:
             os.rename(temporary, self._touched_path)
 
     def close(self) -> None:
-        """Let go of the group: the mark is gone when all have done so."""
-        self.closed = True
-        self.filler.close()
-        os.close(self.fan)
+        """Let go of the gate: it is gone when all have done so. Waits for what is under way."""
+        try:
+            self.filler.close()
+        except OSError as error:  # a full disk: what is not durable is fetched again one day
+            self._trouble(error)
+        self.gate.close()
         os.close(self.fd)
+        self.worker.wake_up()
 
 
 class Worker:
@@ -235,7 +245,8 @@ class Worker:
         self.blobs: dict[int, Blob] = {}
         self.pool = ThreadPoolExecutor(DEMAND, "fetch")
         self.spare = ThreadPoolExecutor(AHEAD, "ahead")
-        self.adopting: list[threading.Thread] = []
+        self.local = ThreadPoolExecutor(LOCAL, "local")
+        self.busy: list[threading.Thread] = []  # with the beginning or the end of a blob
         self.poll = select.epoll()
         self.wake, self.wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self.stores: dict[str, Any] = {}
@@ -262,7 +273,7 @@ class Worker:
         self.poll.register(self.control.fileno(), select.EPOLLIN)
         self.poll.register(self.wake, select.EPOLLIN)
         threading.Thread(target=self._flusher, daemon=True).start()
-        while self.control is not None or self.blobs or any(thread.is_alive() for thread in self.adopting):
+        while self.control is not None or self.blobs or any(thread.is_alive() for thread in self.busy):
             for fd, _ in self.poll.poll(5.0):
                 if self.control is not None and fd == self.control.fileno():
                     self._command()
@@ -270,9 +281,17 @@ class Worker:
                     os.read(self.wake, 4096)
                     self._begin()
                     for blob in [blob for blob in self.blobs.values() if self.control is None and blob.filler.left == 0]:
-                        self._end(blob)
+                        if not blob.gate.lasting:
+                            self._end(blob)
                 elif fd in self.blobs:
-                    self.blobs[fd].take()
+                    self._take(self.blobs[fd])
+
+    def _take(self, blob: Blob) -> None:
+        try:
+            blob.take()
+        except Over:
+            self._end(blob)
+            self.tell({"name": blob.name, "what": "unused"})
 
     def _command(self) -> None:
         assert self.control is not None
@@ -288,9 +307,7 @@ class Worker:
             fds.frombytes(payload[: len(payload) - len(payload) % 4])
         message = json.loads(data)
         if message["op"] == "add":
-            thread = threading.Thread(target=self._adopt, args=(message, list(fds)), daemon=True)
-            self.adopting = [other for other in self.adopting if other.is_alive()] + [thread]
-            thread.start()
+            self._apart(self._adopt, message, list(fds))
         elif message["op"] == "quit":
             self.poll.unregister(self.control.fileno())
             self.control.close()
@@ -301,22 +318,32 @@ class Worker:
             for blob in [blob for blob in self.blobs.values() if blob.name == message["name"]]:
                 self._end(blob)
 
+    def _apart(self, work: Callable[..., None], *args: Any) -> None:
+        """What may sleep runs in a thread of its own."""
+        thread = threading.Thread(target=work, args=args, daemon=True)
+        self.busy = [other for other in self.busy if other.is_alive()] + [thread]
+        thread.start()
+
     def _adopt(self, message: dict[str, Any], fds: list[int]) -> None:
         """In a thread: it may have to wait for another worker's end, and for the store."""
         # A description of our own, for the lock: copies of the descriptor share theirs. It ends with this process.
         _take_over(os.open(f"/proc/self/fd/{fds[2]}", os.O_RDWR | os.O_CLOEXEC))
-        if not os.path.exists(bitmap(message["data"])):  # whole already: nothing reads holes
-            _answer_all(fds[0], fds[2], 0)
+        way = gate(message, fds)
+        if not way.lasting and not os.path.exists(bitmap(message["data"])):  # whole already: nothing reads holes
+            _answer_all(way, fds[2], 0)
             self.tell({"name": message["name"], "what": "whole", "fetched": 0, "requests": 0})
             for fd in fds:  # whoever reads meanwhile goes on when the others have let go too
                 os.close(fd)
             return
         try:
-            blob = Blob(self, message, fds)
+            blob = Blob(self, message, way, fds)
         except (OSError, DsecError) as error:
             self.tell({"name": message["name"], "what": "trouble", "text": f"cannot be served: {error}"})
-            _refuse(fds[0], fds[2])
+            with contextlib.suppress(Over):
+                _refuse(way, fds[2])
             return
+        if blob.filler.left == 0:
+            blob.whole()
         blob.recover()
         with self.lock:
             self.fresh.append(blob)
@@ -329,14 +356,15 @@ class Worker:
         with self.lock:
             fresh, self.fresh = self.fresh, []
         for blob in fresh:
-            self.blobs[blob.fan] = blob
-            self.poll.register(blob.fan, select.EPOLLIN)
+            self.blobs[blob.gate.fd] = blob
+            self.poll.register(blob.gate.fd, select.EPOLLIN)
 
     def _end(self, blob: Blob) -> None:
-        self.blobs.pop(blob.fan, None)
-        self.poll.unregister(blob.fan)
-        with self.lock:  # the flusher has it, or never will
-            blob.close()
+        self.blobs.pop(blob.gate.fd, None)
+        self.poll.unregister(blob.gate.fd)
+        with self.lock:  # the flusher has had it, and never will again
+            blob.closed = True
+        self._apart(blob.close)
 
     def _orphaned(self) -> None:
         assert self.control is not None
@@ -353,7 +381,10 @@ class Worker:
     def _fill(self, blob: Blob) -> None:
         while blob.filler.left:
             if not os.path.exists(blob.filler.bitmap):
-                os._exit(0)  # the store is gone from this node, and with it whoever read
+                blob.filler.flush()  # somebody else has completed it
+                if blob.filler.left:
+                    os._exit(0)  # the store is gone from this node, and with it whoever read
+                break
             try:
                 blob.filler.fill_all()
             except OSError as error:
@@ -373,28 +404,34 @@ class Worker:
                             blob._trouble(error)
 
 
-def _refuse(fan: int, journal: int) -> None:
-    """A blob that cannot be filled: every reader gets EIO instead of waiting."""
-    _answer_all(fan, journal, errno.EIO)
-    with mmap.mmap(journal, SLOT * SLOTS) as memory:
-        view = memoryview(memory)
+def gate(spec: dict[str, Any], fds: list[int]) -> Gate:
+    """What the readers of a kit's blob wait at."""
+    return Fuse(fds[0], fds[1], spec["data"]) if spec.get("way") == "fuse" else Fanotify(fds[0])
+
+
+def _refuse(way: Gate, journal: int) -> None:
+    """A blob that cannot be filled: every reader gets EIO instead of waiting. Raises `Over`."""
+    _answer_all(way, journal, errno.EIO)
+    with mmap.mmap(journal, way.slot * SLOTS) as memory:
+        part = memoryview(memory)[: way.slot]
         while True:
-            select.select([fan], [], [])
-            with contextlib.suppress(BlockingIOError):
-                os.readv(fan, [view[:SLOT]])
-                if (event := syscalls.fanotify_event(view[:SLOT])) is not None:
-                    syscalls.fanotify_answer(fan, event[0], errno.EIO)
-                    os.close(event[0])
-                view[:4] = bytes(4)
+            select.select([way.fd], [], [])
+            with contextlib.suppress(OSError):
+                way.take(part)
+                if (event := way.event(part)) is not None:
+                    way.answer(event, errno.EIO)
+                    way.forget(event)
+                part[:4] = bytes(4)
 
 
-def _answer_all(fan: int, journal: int, error: int) -> None:
+def _answer_all(way: Gate, journal: int, error: int) -> None:
     """One answer for all that a worker before us has taken."""
-    with mmap.mmap(journal, SLOT * SLOTS) as memory:
+    with mmap.mmap(journal, way.slot * SLOTS) as memory, memoryview(memory) as view:
         for slot in range(SLOTS):
-            if (event := syscalls.fanotify_event(memory[slot * SLOT : (slot + 1) * SLOT])) is not None:
-                syscalls.fanotify_answer(fan, event[0], error)
-        memory[:] = bytes(SLOT * SLOTS)
+            with view[slot * way.slot : (slot + 1) * way.slot] as part:
+                if any(part[:4]) and (event := way.event(part)) is not None:
+                    way.answer(event, error)
+        view[:] = bytes(way.slot * SLOTS)
 
 
 def _take_over(fd: int) -> None:

@@ -41,7 +41,7 @@ class Lazy(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     ``name``: the layer's digest; ``remote``: URL of the store; ``manifest``: path of the manifest; ``touched``: where the order of first
     reads is written; ``ahead``: chunks to fetch unasked; ``patience``: seconds that a reader waits for a store that cannot be reached
-    before it gets EIO.
+    before it gets EIO; ``way``: what holds readers of holes back, a fanotify mark on the blob or a FUSE file in its place.
     """
 
     name: str
@@ -50,6 +50,7 @@ class Lazy(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     touched: str = ""
     ahead: tuple[int, ...] = ()
     patience: float = 10.0
+    way: Literal["fanotify", "fuse"] = "fanotify"
 
 
 def bitmap(data: str) -> str:
@@ -74,12 +75,14 @@ class LayerMount(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     lazy: Lazy | None = None
 
 
-def open_layer(mount: LayerMount, *, marked: bool = False) -> int:
+def open_layer(mount: LayerMount, *, marked: bool = False, direct: bool | None = None) -> int:
     """A detached read-only mount of the layer; the caller closes the descriptor.
 
-    ``marked``: the caller holds a fanotify mark on every partly filled blob. Without it such a blob is refused, for its holes would
-    read as zeros. Raises `OSError`: ENOENT (no such source), EIO (its size is not the recorded one, or a blob is partly filled),
-    ENOSYS (kind disabled by DSEC_DISABLE), and what the file system said about a damaged image (EUCLEAN, EFSCORRUPTED, EINVAL).
+    ``marked``: the caller guards every partly filled blob. Without that it is refused, for its holes would read as zeros. ``direct``:
+    read past the page cache of the image's own file; None: where nothing is being filled.
+
+    Raises `OSError`: ENOENT (no such source), EIO (its size is not the recorded one, or a blob is partly filled), ENOSYS (kind
+    disabled by DSEC_DISABLE), and what the file system said about a damaged image (EUCLEAN, EFSCORRUPTED, EINVAL).
     """
     if syscalls.disabled(mount.kind):
         raise OSError(errno.ENOSYS, f"{mount.kind} mounts are disabled by DSEC_DISABLE")
@@ -94,7 +97,7 @@ def open_layer(mount: LayerMount, *, marked: bool = False) -> int:
                 raise OSError(errno.EIO, f"{path}: partly filled, and nobody would fill it")
     if mount.size and (actual := os.stat(mount.source).st_size) != mount.size:
         raise OSError(errno.EIO, f"{mount.source}: {actual} bytes where {mount.size} were recorded")
-    return _open_file(mount, direct=not marked) if mount.kind == "erofs_file" else _open_loop(mount)
+    return _open_file(mount, not marked if direct is None else direct) if mount.kind == "erofs_file" else _open_loop(mount)
 
 
 def pin_layer(mount: LayerMount) -> int:

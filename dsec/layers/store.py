@@ -37,7 +37,7 @@ from dsec.model import LayerRef
 
 Stored = Literal["erofs", "tree", "split"]
 _SUFFIX = {"erofs": ".erofs", "tree": ".tree", "split": ".erofs"}
-_SIDES = (".data", ".manifest", ".data.map", ".touched", ".ahead")
+_SIDES = (".data", ".manifest", ".data.map", ".touched", ".ahead", ".data.fuse")
 
 
 class LayerConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -171,13 +171,14 @@ class LayerStore:
                     os.close(lock)
 
     async def mount_plan(self, digest: str) -> LayerMount:
-        """How the layer is mounted here: EROFS from its file, else by loop device, else a plain directory (unpacked on first use).
+        """How the layer is mounted here: EROFS from its file, else by loop device, else a plain directory (unpacked on first use, not while
+        the layer is partly filled).
 
         Needs the right to mount, as it tries (once a store). Raises `NotFound`, and `NodeError` when the content's size is not the
         recorded one (a truncated or replaced blob).
         """
         plan = await tools.in_thread(self._mount_plan, digest)
-        if plan.kind == "dir" and not os.path.exists(plan.source):
+        if plan.kind == "dir" and not (os.path.exists(plan.source) or self.side(digest, ".data.map").exists()):
             await self._unpack(digest, plan.source)
         return plan
 

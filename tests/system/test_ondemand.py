@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from dsec import doctor
 from dsec.layers import fetch
 from dsec.layers.fetch import NodeLayers
 from dsec.layers.lazy import Kit, Loader
@@ -23,7 +24,18 @@ from dsec.layers.mounts import bitmap, open_layer
 from dsec.layers.store import LayerStore
 from tests.layer_box import Box, Shared, readers
 
-pytestmark = [pytest.mark.needs("erofs_file", "fanotify"), pytest.mark.timeout(90)]
+pytestmark = [pytest.mark.needs("erofs_file"), pytest.mark.timeout(90)]
+
+
+@pytest.fixture(params=["fanotify", "fuse"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """What holds readers back: a mark on the blob, or, as on older kernels, a FUSE file in its place."""
+    chosen = str(request.param)
+    if sentence := doctor.reason(chosen):
+        pytest.skip(sentence)
+    if chosen == "fuse":
+        monkeypatch.setenv("DSEC_DISABLE", "fanotify")
+    return chosen
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +46,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shared]:
 
 
 @pytest.fixture
-async def box(tmp_path: Path, shared: Shared) -> AsyncIterator[Box]:
+async def box(tmp_path: Path, shared: Shared, way: str) -> AsyncIterator[Box]:
     made = Box(tmp_path / "box", shared)
     await made.open()
     yield made
@@ -53,7 +65,7 @@ async def test_every_byte_is_right_and_only_what_is_read_is_fetched(box: Box) ->
     assert len(chunks) == len(set(chunks))
     box.news(box.loaders[0], "whole")
     assert not os.path.exists(bitmap(plan.devices[0]))
-    box.loaders[0].drop(box.digest)
+    box.settle()
     os.close(open_layer(plan))  # a mount needs no mark any more
     await box.node.store.verify(box.digest)
 
@@ -106,19 +118,20 @@ async def test_a_new_holders_worker_takes_over_from_one_that_outlived_its_holder
     old = box.loaders[0]
     with readers(8, lambda number: box.check(fd, list(box.files)[number::4])) as problems:
         await asyncio.sleep(0.5)
-        first, second, third = (os.dup(part) for part in box.kits[0].fds)
+        copies = tuple(os.dup(part) for part in box.kits[0].fds)
         assert old.sock is not None
         old.sock.close()  # the holder is gone
         old.sock = None
         new = Loader()
         box.loaders.append(new)
-        new.add(Kit(box.kits[0].spec, (first, second, third)))
+        new.add(Kit(box.kits[0].spec, copies))
         await asyncio.to_thread(old.ended)
         # As a holder does: when the layer is whole, by the old worker or the new one, all let go of its mark.
         with contextlib.suppress(AssertionError):
             await asyncio.to_thread(box.news, new, "whole", 1.0)
-            new.drop(box.digest)
-            old.drop(box.digest)
+            if not new.kits[box.digest].by_fuse:
+                new.drop(box.digest)
+                old.drop(box.digest)
     assert not problems
     box.check(fd)
 
@@ -137,6 +150,7 @@ async def test_a_worker_alone_in_the_world_completes_its_layer_and_ends(box: Box
     with readers(4, lambda number: box.check(fd)) as problems:
         pass
     assert not problems
+    box.unmount()  # what is mounted through FUSE is served as long as it is mounted
     loader.ended()
     assert not os.path.exists(bitmap(plan.devices[0]))
     await box.node.store.verify(box.digest)
@@ -222,9 +236,10 @@ async def test_the_order_of_first_reads_is_recorded_and_fetched_ahead_elsewhere(
     assert len(box.server.chunks()) == len(set(box.server.chunks()))
 
 
-@pytest.mark.parametrize("lacking", ["fanotify", "fanotify,erofs_file", "fanotify,erofs_file,erofs_loop"])
-async def test_older_kernels_fetch_the_whole_layer_first(box: Box, lacking: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without pre-content events, file-backed mounts or EROFS at all, the same bytes come another way."""
+@pytest.mark.parametrize("lacking", ["fanotify,fuse", "fanotify,fuse,erofs_file", "fanotify,erofs_file,erofs_loop"])
+@pytest.mark.parametrize("way", ["fuse"], indirect=True)
+async def test_without_fanotify_and_fuse_the_whole_layer_is_fetched_first(box: Box, lacking: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where nothing can hold a reader back, or EROFS is not there at all, the same bytes come another way."""
     monkeypatch.setenv("DSEC_DISABLE", lacking)
     plan = await box.plan()
     assert plan.lazy is None
@@ -249,6 +264,7 @@ async def test_the_cache_evicts_the_oldest_layer_that_nothing_uses(box: Box) -> 
     assert not Path(plan.devices[0]).exists()
 
 
+@pytest.mark.parametrize("way", ["fanotify"], indirect=True)
 async def test_whoever_reads_the_blob_itself_is_served_too(box: Box) -> None:
     """A copy of a partly filled blob, made by another process while it is marked, is whole."""
     plan = await box.plan()
@@ -267,7 +283,8 @@ async def test_whoever_reads_the_blob_itself_is_served_too(box: Box) -> None:
 
 
 async def test_two_daemons_on_one_store_fill_a_layer_together(box: Box) -> None:
-    """Each marks and serves the same blob; readers of both mounts get the source's bytes, also when one daemon dies."""
+    """Each guards and serves the same blob; readers of both mounts get the source's bytes, also when one daemon dies. (Behind FUSE its own
+    readers get EIO.)"""
     plan = await box.plan()
     first, second = box.mount(plan), box.mount(plan)
     box.server.delay = 0.02
@@ -276,9 +293,23 @@ async def test_two_daemons_on_one_store_fill_a_layer_together(box: Box) -> None:
         signal.pidfd_send_signal(box.loaders[1].pidfd, signal.SIGKILL)
         box.loaders[1].ended()
         box.loaders[1].drop(box.digest)
-    assert not problems
+    if box.kits[0].by_fuse:
+        assert all(isinstance(problem, OSError) and problem.errno == errno.EIO for problem in problems)
+    else:
+        assert not problems
+        box.check(second)
     box.check(first)
-    box.check(second)
+
+
+async def test_two_daemons_that_both_live_do_not_wait_for_each_other(box: Box) -> None:
+    """The second marks and serves a blob that the first has marked already: both complete, with the source's bytes for all readers."""
+    plan = await box.plan()
+    mounts = box.mount(plan), box.mount(plan)
+    with readers(8, lambda number: box.check(mounts[number % 2], list(box.files)[number::4])) as problems:
+        pass
+    assert not problems
+    for fd in mounts:
+        box.check(fd)
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from dsec import doctor
 from dsec.backends.base import LaunchPlan
 from dsec.layers import importer
 from dsec.layers.fetch import NodeLayers, push
@@ -24,7 +25,9 @@ from dsec.model import MIB, ExecSpec, ExitReason, LayerRef, Resources
 from tests.fixtures_backend import Yard, build_small_base
 from tests.layer_box import Server
 
-pytestmark = [pytest.mark.needs("erofs_file", "fanotify", "overlay_fd"), pytest.mark.timeout(90)]
+pytestmark = [pytest.mark.needs("erofs_file", "overlay_fd"), pytest.mark.timeout(90)]
+both_ways = pytest.mark.parametrize("way", ["fanotify", "fuse"])
+both_ways_slowly = pytest.mark.parametrize("way", ["fanotify", pytest.param("fuse", marks=pytest.mark.slow)])
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = Resources(memory=64 * MIB, disk=16 * MIB, inodes=1024, pids=32)
 FILES = ("/data0", "/data1", "/data2")
@@ -85,8 +88,18 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.fixture
-async def cold(yard: Yard, base: Base) -> Yard:
+def way() -> str:
+    """What holds readers back here; `both_ways` overrides it."""
+    return "fanotify"
+
+
+@pytest.fixture
+async def cold(yard: Yard, base: Base, way: str, monkeypatch: pytest.MonkeyPatch) -> Yard:
     """A node that has nothing of the base."""
+    if sentence := doctor.reason(way):
+        pytest.skip(sentence)
+    if way == "fuse":
+        monkeypatch.setenv("DSEC_DISABLE", "fanotify")
     base.server.delay = 0.0
     base.server.log.clear()
     base.server.asked.clear()
@@ -108,6 +121,7 @@ async def hashed(box: Any, *names: str) -> list[str]:
     return str(status.stdout.data().decode()).split()
 
 
+@both_ways
 async def test_many_sandboxes_on_one_cold_base_fetch_each_chunk_once(leftovers: object, cold: Yard, base: Base) -> None:
     """They start before their base has come, and each reads all of its data right."""
     backend, ref = await prepared(cold)
@@ -125,6 +139,7 @@ async def test_many_sandboxes_on_one_cold_base_fetch_each_chunk_once(leftovers: 
     assert len(chunks) == len(set(chunks))
 
 
+@both_ways
 async def test_holder_and_worker_killed_in_the_middle_of_a_read(leftovers: object, cold: Yard, base: Base) -> None:
     """The Edge's copies keep readers waiting; the next holder and its worker serve them."""
     backend, ref = await prepared(cold)
@@ -143,6 +158,7 @@ async def test_holder_and_worker_killed_in_the_middle_of_a_read(leftovers: objec
     await box.stop()
 
 
+@both_ways_slowly
 async def test_edge_killed_in_the_middle_of_a_read(leftovers: object, cold: Yard, base: Base) -> None:
     """Readers go on without an Edge; the next one adopts the sandbox and finds the right answer."""
     base.server.delay = 0.02
@@ -161,6 +177,7 @@ async def test_edge_killed_in_the_middle_of_a_read(leftovers: object, cold: Yard
     await box.stop()
 
 
+@both_ways
 @pytest.mark.parametrize("worker_too", [False, True], ids=["worker-lives", "all-three"])
 async def test_edge_and_holder_killed_together(leftovers: object, cold: Yard, base: Base, worker_too: bool) -> None:
     """While the worker lives it completes the layer and the sandbox is adopted; when all three died it ends as broken."""
@@ -190,6 +207,7 @@ async def test_edge_and_holder_killed_together(leftovers: object, cold: Yard, ba
     await fresh.stop()
 
 
+@both_ways_slowly
 async def test_the_cache_makes_room_by_layers_that_no_sandbox_stands_on(leftovers: object, cold: Yard, base: Base) -> None:
     """A mounted layer stays while its sandbox lives, and goes afterwards; the next sandbox fetches it again."""
     backend, ref = await prepared(cold)
