@@ -42,8 +42,7 @@ class Session:
     def __init__(self, cluster: Cluster, client: libdsec.Client, store: LayerStore, image: str) -> None:
         self.cluster, self.client, self.store, self.image = cluster, client, store, image
         self.edge = next(iter(cluster.edges.values()))
-        runtime = shutil.which("crun") or shutil.which("runc") or "no runtime"
-        self.driver = f"libdsec over NATS, container backend ({Path(runtime).name})"
+        self.driver = "libdsec over NATS, container backend"
 
     def records(self) -> int:
         """Bytes of the Edge's records on disk."""
@@ -150,7 +149,11 @@ async def session(
     overrides |= {room: dict(table) for room, table in (rooms or {}).items()}
     try:
         async with Cluster(state, edges=(mark,), overrides=overrides) as cluster, libdsec.connect(cluster.url) as client:
-            yield Session(cluster, client, store, image)
+            session = Session(cluster, client, store, image)
+            async with session.heartbeats() as beats:
+                pass
+            session.driver += f" ({beats[-1].drivers.get('container', 'no driver')})"
+            yield session
     finally:
         await asyncio.to_thread(shutil.rmtree, state, True)
 

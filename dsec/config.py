@@ -95,7 +95,14 @@ class FakeConfig(Room, frozen=True):
 
 
 class ContainerConfig(Room, frozen=True):
-    runtime: Annotated[str, Meta(description="OCI runtime: auto | crun | runc, or a path")] = "auto"
+    driver: Annotated[
+        str,
+        Meta(
+            pattern="^(native|crun|runc)$",
+            description="what starts containers: native = the project's launcher (where the kernel cannot: runtime) | crun | runc",
+        ),
+    ] = "native"
+    runtime: Annotated[str, Meta(description="OCI runtime where the driver is one, or must be: auto | crun | runc, or a path")] = "auto"
     cgroup_root: Annotated[str, Meta(description="group below which sandboxes live; empty = dsec")] = ""
     userns: Annotated[bool, Meta(description="user namespaces for all sandboxes")] = True
     disk: Annotated[

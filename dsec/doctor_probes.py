@@ -11,6 +11,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import platform
 import re
 import shutil
 import socket
@@ -20,6 +21,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from dsec import syscalls
+from dsec.layers import probe as stacking
 from dsec.layers.mounts import LayerMount, open_layer
 
 # linux/bpf.h: program types that the network policy stands on
@@ -52,6 +54,15 @@ def version_of(command: str, *arguments: str, pattern: str = r"(\d+(?:\.\d+)+)")
 def at_least(version: str, *wanted: int) -> bool:
     """True when ``version`` ("2.15.1") is `wanted` (2, 12) or newer; False when it is empty."""
     return bool(version) and tuple(int(part) for part in re.findall(r"\d+", version)) >= wanted
+
+
+def try_native() -> None:
+    """What the native launcher stands on: its architecture, and an overlay of copies of detached mounts. Raises `OSError`."""
+    if (machine := platform.machine()) not in ("x86_64", "aarch64"):
+        raise OSError(errno.ENOEXEC, f"not built for {machine}")
+    if syscalls.disabled("overlay_fd"):
+        raise OSError(errno.ENOSYS, "overlay_fd is disabled by DSEC_DISABLE")
+    stacking.by_descriptor()
 
 
 def cgroup_mounts() -> dict[str, str]:

@@ -404,6 +404,7 @@ class Edge:
             n=self._beats,
             arch=next(iter(self.host.planners.values())).node.arch,
             backends=tuple(self.host.planners),
+            drivers=self.host.drivers,
             devices=self.config.devices,
             labels=self.config.labels,
             load=self.load(),

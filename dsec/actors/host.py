@@ -215,6 +215,7 @@ class Host:
             edge=f"{self.edge}{of}",
             state_dir=state_dir,
             generation=self.generation,
+            driver=config.container.driver,
             runtime=config.container.runtime,
             cgroup_root=config.container.cgroup_root,
             memory=capacity.room(config.edge, capacity.node_has()[0]),
@@ -258,6 +259,11 @@ class Host:
     @property
     def capabilities(self) -> tuple[Capabilities, ...]:
         return tuple(planner.backend.capabilities for planner in self.planners.values())
+
+    @property
+    def drivers(self) -> dict[str, str]:
+        """What starts the sandboxes of each backend, where it has a choice."""
+        return {able.name: able.driver for able in self.capabilities if able.driver}
 
     @property
     def tmpfs_upper(self) -> bool:

@@ -37,6 +37,7 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     """What a backend can do on this node; `missing` says why for each thing that it cannot."""
 
     name: str
+    driver: str = ""  # what starts its sandboxes, where there is a choice: native | crun | runc
     pause: bool = False
     snapshot: bool = False
     fork: bool = False

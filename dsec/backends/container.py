@@ -176,7 +176,16 @@ class ContainerBackend:
             seccomp=seccomp.available(),
             cpu_idle=self._cgroups.can_idle,
         )
-        able = Capabilities(name=self.kind, pause=True, pack_diff=True, tty=True, userns=userns, disk_limit=True, missing=missing)
+        able = Capabilities(
+            name=self.kind,
+            driver=self.driver.name,
+            pause=True,
+            pack_diff=True,
+            tty=True,
+            userns=userns,
+            disk_limit=True,
+            missing=missing,
+        )
         self.node, self.capabilities = self.network.told(node, able)
 
     def _make_directories(self) -> None:

@@ -53,9 +53,8 @@ class NativeDriver:
             nofile=_nofile(),
             own_upper=plan.idmap is not None and plan.disk_mode not in self.site.mappable,
         )
-        fd = os.memfd_create("launch", os.MFD_CLOEXEC)
+        fd = _in_memory(data)
         try:
-            os.write(fd, data)
             started = self.site.holder.request(
                 "spawn", fds=(listener.fileno(), fd), ulid=plan.ulid, lowers=[layer.digest for layer in plan.lowers], top=top
             )
@@ -68,6 +67,13 @@ class NativeDriver:
 
     async def detail(self, plan: LaunchPlan) -> str:  # noqa: ARG002 - the zygote's answer says it all
         return ""
+
+
+def _in_memory(data: bytes) -> int:
+    """A file without a name: no disk is waited for."""
+    fd = os.memfd_create("launch", os.MFD_CLOEXEC)
+    os.write(fd, data)
+    return fd
 
 
 _nofile = functools.cache(runtime.nofile)

@@ -378,6 +378,7 @@ class Heartbeat(Message, frozen=True, kw_only=True):
     n: int
     arch: str = ""
     backends: tuple[str, ...] = ()
+    drivers: dict[str, str] = {}  # what starts the sandboxes of a backend: {"container": "native"}
     devices: tuple[str, ...] = ()
     labels: dict[str, str] = {}
     load: NodeLoad

@@ -21,7 +21,7 @@ USED = {
     "uvloop": ["dsec/bus/bus.py", "dsec/security/resolver.py"],
     "aiofiles": [
         "dsec/actors/up.py",
-        "dsec/backends/container.py",
+        "dsec/backends/oci.py",
         "dsec/backends/holder_client.py",
         "dsec/bus/server.py",
         "dsec/bus/spool.py",
@@ -42,7 +42,10 @@ USED = {
     ],
 }
 # Helper processes beside an actor, and the compiler: no loop, or nothing but the standard library.
-NO_LOOP = {"dsec/backends/holder.py", "dsec/layers/loader.py", "dsec/layers/lazy.py", "dsec/backends/guest/build.py"}
+NO_LOOP = {
+    *("dsec/backends/holder.py", "dsec/backends/holder_heir.py", "dsec/backends/ondemand.py", "dsec/backends/zygotes.py"),
+    *("dsec/layers/loader.py", "dsec/layers/lazy.py", "dsec/backends/guest/build.py"),
+}
 # Protocol and command line, no logs: {"ready": …} on standard output, usage before there is a configuration.
 SAYS = {
     ("dsec/actors/run.py", "serve"),

@@ -1,0 +1,53 @@
+"""What the doctor's answers look like: for programs as JSON, for people as lines. Pure."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+Status = Literal["ok", "fallback", "missing"]
+
+
+class Check(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One feature: its status, what was found, what follows from it, and the command that a person may run."""
+
+    name: str
+    status: Status
+    found: str
+    consequence: str = ""
+    fix: str = ""
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    """All checks of one node."""
+
+    node: str
+    kernel: str
+    checks: tuple[Check, ...]
+
+    def get(self, name: str) -> Check:
+        """The check of that name. Raises `KeyError`."""
+        for check in self.checks:
+            if check.name == name:
+                return check
+        raise KeyError(name)
+
+    def json(self) -> str:
+        """The report as one JSON object."""
+        return msgspec.json.encode(self).decode()
+
+    def table(self) -> str:
+        """The report for people: one line a feature, and below it what follows and what helps."""
+        width = max(len(check.name) for check in self.checks)
+        lines = [f"{self.node}: kernel {self.kernel}"]
+        for check in self.checks:
+            lines.append(f"{check.status:<8}  {check.name:<{width}}  {check.found}")
+            indent = " " * (width + 12)
+            if check.status != "ok" and check.consequence:
+                lines.append(f"{indent}{check.consequence}")
+            if check.status != "ok" and check.fix:
+                lines.append(f"{indent}fix: {check.fix}")
+        counts = {status: sum(check.status == status for check in self.checks) for status in ("ok", "fallback", "missing")}
+        lines.append(", ".join(f"{count} {status}" for status, count in counts.items()))
+        return "\n".join(lines)
