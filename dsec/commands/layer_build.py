@@ -6,30 +6,26 @@ copies), so a step that was carried out before is found again. The cache is the 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-import io
 import json
-import os
 import posixpath
-import re
-import stat
-import tarfile
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from dsec.commands import layer_copy
 from dsec.commands.common import Settings, common, emit, pairs, run
-from dsec.errors import InvalidRequest, NotFound, SandboxError
+from dsec.errors import NotFound, SandboxError
 
 if TYPE_CHECKING:
     from dsec.layers.dockerfile import Recipe, Step
     from libdsec import Client, ImageConfig, PackedLayer, Sandbox
 
 Tell = Callable[[str], None]
-_RECIPE = 1  # raised when the steps are carried out in another way
-_PIECE = 128 * 1024
+_RECIPE = 2  # raised when the steps are carried out in another way
 # Prints number:more of a user and of a group, each by name or number, with nothing but a shell.
 _NUMBERS = """
 n() { case $2 in *[!0-9]*) ;; *) echo "$2:$2"; return;; esac
@@ -43,6 +39,7 @@ _OUTPUT = 4000  # characters of a failed command's output that are shown
 @click.argument("context", type=click.Path(exists=True, file_okay=False))
 @click.option("-t", "--tag", "name", required=True, help="Name of the image.")
 @click.option("-f", "--file", "dockerfile", default="", help="The Dockerfile. [default: CONTEXT/Dockerfile]")
+@click.option("--target", default="", metavar="STAGE", help="Build this stage. [default: the last]")
 @click.option("--build-arg", multiple=True, metavar="KEY=VALUE", help="Value of an ARG.")
 @click.option("--network", type=click.Choice(["none", "open"]), default="none", show_default=True, help="Network of RUN.")
 @click.option("-m", "--memory", default="2GiB", show_default=True, help="Memory of a step.")
@@ -51,14 +48,19 @@ _OUTPUT = 4000  # characters of a failed command's output that are shown
 @click.option("--timeout", default=3600.0, show_default=True, help="Seconds for one RUN.")
 @click.option("--no-cache", is_flag=True, help="Carry out every step.")
 @common
-def build(settings: Settings, context: str, name: str, dockerfile: str, build_arg: tuple[str, ...], no_cache: bool, **options: Any) -> None:
-    """Build an image from a Dockerfile (FROM, RUN, COPY, ENV, ARG, WORKDIR, USER, ENTRYPOINT, CMD) by running its steps in sandboxes."""
+def build(
+    settings: Settings, context: str, name: str, dockerfile: str, target: str, build_arg: tuple[str, ...], no_cache: bool, **options: Any
+) -> None:
+    """Build an image from a Dockerfile (FROM, RUN, COPY, ENV, ARG, WORKDIR, USER, ENTRYPOINT, CMD) by running its steps in sandboxes.
+
+    Of several stages those are built that the last one, or --target, needs.
+    """
     from dsec.layers import dockerfile as reader
 
     path = Path(dockerfile or Path(context, "Dockerfile"))
     if not path.is_file():
         raise NotFound("no such Dockerfile", field="file", value=str(path), fix="give one with -f")
-    recipe = reader.parse(path.read_text(), pairs(build_arg, "--build-arg"))
+    recipe = reader.parse(path.read_text(), pairs(build_arg, "--build-arg"), target)
     tell: Tell = (lambda _: None) if settings.json else (lambda line: click.echo(line, err=True))
     for note in recipe.notes:
         tell(note)
@@ -82,67 +84,127 @@ class Builder:
         self.options = options | {"user": "root", "workdir": "/", "ttl": timeout + 600.0}
         self.timeout = timeout
         self.cache = cache
-        self.ignored = ignore_rules(context)
+        self.ignored = layer_copy.ignore_rules(context)
+        self._known_keys: dict[str, list[str]] = {}  # of a stage, by its number; of an image, what its layers are
+        self._done: dict[int, str] = {}  # stages that were built: what to create a sandbox on
+        self._open: dict[str, Sandbox] = {}  # stages and images that a COPY reads
 
     async def build(self, name: str) -> PackedLayer:
         """The image, packed under ``name``. Raises `NotFound` (no base, nothing to copy), `SandboxError` (a RUN that fails), and what
         creating and packing raise."""
-        sandbox = await self.client.create(self.recipe.base, **self.options)
-        try:
-            self.tell(f"FROM {self.recipe.base}")
-            base = [layer.digest for layer in sandbox.layers]
-            keys = self._keys(base)
-            begin = len(keys)
-            while self.cache and begin:
-                # The last step that was carried out before; what stands before it is in its image.
-                try:
-                    found = await self.client.create(f"build/{keys[begin - 1]}", **self.options)
-                except NotFound:
-                    begin -= 1
-                    continue
-                await sandbox.stop()
-                sandbox = found
-                break
-            begin = begin if self.cache else 0
-            for number, step in enumerate(self.recipe.steps):
-                self.tell(f"[{number + 1}/{len(keys)}] {step.text}{' (cached)' if number < begin else ''}")
-                if number < begin:
-                    continue
-                await self._carry_out(sandbox, step)
-                layer = await sandbox.pack_diff(f"build/{keys[number]}", image=self._config(step.env), timeout=self.timeout)
-                await sandbox.stop()
-                sandbox = await self.client.create(layer.digest, **self.options)
-            return await sandbox.pack_diff(name, image=self._config(self.recipe.env, final=True), timeout=self.timeout)
-        finally:
-            await sandbox.stop()
+        async with contextlib.AsyncExitStack() as stack:
+            sandbox = await self._run(self.recipe, stack)
+            image = self._config(self.recipe, self.recipe.env, final=True)
+            return await sandbox.pack_diff(name, image=image, timeout=self.timeout)
 
-    def _config(self, env: dict[str, str], *, final: bool = False) -> ImageConfig:
+    async def _run(self, recipe: Recipe, stack: contextlib.AsyncExitStack) -> Sandbox:
+        """A sandbox in the state behind the recipe's last step; it ends with ``stack``."""
+        keys = await self._keys(recipe)
+        begin = len(keys) if self.cache else 0
+        sandbox: Sandbox | None = None
+        while begin and sandbox is None:
+            # The last step that was carried out before; what stands before it is in its image.
+            try:
+                sandbox = await self.client.create(f"build/{keys[begin - 1]}", **self.options)
+            except NotFound:
+                begin -= 1
+        if sandbox is None:
+            sandbox = await self.client.create(await self._base(recipe), **self.options)
+        running = [sandbox]
+
+        async def end() -> None:  # the one that runs then
+            await running[0].stop()
+
+        stack.push_async_callback(end)
+        label = f"{recipe.name or len(recipe.before)} " if self.recipe.before else ""
+        self.tell(f"FROM {recipe.base}{f' AS {recipe.name}' if recipe.name else ''}")
+        for number, step in enumerate(recipe.steps):
+            self.tell(f"[{label}{number + 1}/{len(keys)}] {step.text}{' (cached)' if number < begin else ''}")
+            if number < begin:
+                continue
+            await self._carry_out(running[0], step, stack)
+            layer = await running[0].pack_diff(f"build/{keys[number]}", image=self._config(recipe, step.env), timeout=self.timeout)
+            await running[0].stop()
+            running[0] = await self.client.create(layer.digest, **self.options)
+        return running[0]
+
+    async def _base(self, recipe: Recipe) -> str:
+        """What the recipe's first step stands on; a stage is built for it."""
+        if recipe.parent < 0:
+            return recipe.base
+        return await self._built(recipe.parent)
+
+    async def _built(self, stage: int) -> str:
+        """A name for the state behind a stage's last step."""
+        if stage not in self._done:
+            recipe = self._of(stage)
+            async with contextlib.AsyncExitStack() as stack:
+                sandbox = await self._run(recipe, stack)
+                self._done[stage] = sandbox.layers[0].digest
+        return self._done[stage]
+
+    def _of(self, stage: int) -> Recipe:
+        import msgspec
+
+        return msgspec.structs.replace(self.recipe.before[stage], before=self.recipe.before[:stage])
+
+    async def _origin(self, step: Step, stack: contextlib.AsyncExitStack) -> Sandbox:
+        """A sandbox that holds what a COPY --from reads."""
+        name = step.image or str(step.stage)
+        if name not in self._open:
+            self._open[name] = await self.client.create(step.image or await self._built(step.stage), **self.options)
+            stack.push_async_callback(self._shut, name)
+        return self._open[name]
+
+    async def _shut(self, name: str) -> None:
+        await self._open.pop(name).stop()
+
+    def _config(self, recipe: Recipe, env: dict[str, str], *, final: bool = False) -> ImageConfig:
         """What the image's own layer says; what it does not say, the layers below it do."""
         from libdsec import ImageConfig
 
-        recipe = self.recipe
         if not final:
             return ImageConfig(env=env)
         return ImageConfig(
             env=env, user=recipe.user or "", workdir=recipe.workdir or "", entrypoint=recipe.entrypoint or (), cmd=recipe.cmd or ()
         )
 
-    def _keys(self, base: list[str]) -> list[str]:
-        """A name for the state after each step."""
-        keys = []
+    async def _keys(self, recipe: Recipe) -> list[str]:
+        """A name for the state after each step: it depends on all that the step does."""
+        number = str(len(recipe.before))
+        if number in self._known_keys:
+            return self._known_keys[number]
+        base = await self._state(recipe.parent, recipe.base)
         so_far = hashlib.sha256(json.dumps([_RECIPE, base, self.options["network"]]).encode())
-        for step in self.recipe.steps:
+        keys = []
+        for step in recipe.steps:
             row = [step.kind, step.argv, step.sources, step.target, step.chown, step.chmod, step.env, step.args, step.user, step.workdir]
             so_far.update(json.dumps(row, sort_keys=True).encode())
-            if step.kind == "copy":
-                for _, path, where in self._chosen(step):
-                    so_far.update(f"{where}\0{_fingerprint(path)}\0".encode(errors="surrogateescape"))
+            if step.kind == "copy" and (step.image or step.stage >= 0):
+                so_far.update(json.dumps(await self._state(step.stage, step.image)).encode())
+            elif step.kind == "copy":
+                for _, path, where in layer_copy.chosen(self.context, self.ignored, step):
+                    so_far.update(f"{where}\0{layer_copy.fingerprint(path)}\0".encode(errors="surrogateescape"))
             keys.append(so_far.hexdigest()[:40])
+        self._known_keys[number] = keys
         return keys
 
-    async def _carry_out(self, sandbox: Sandbox, step: Step) -> None:
+    async def _state(self, stage: int, image: str) -> list[str]:
+        """What names the end of a stage, or an image's content."""
+        if stage >= 0:
+            recipe = self._of(stage)
+            return (await self._keys(recipe))[-1:] or await self._state(recipe.parent, recipe.base)
+        if image not in self._known_keys:
+            async with self.client.sandbox(image, **self.options) as sandbox:
+                self._known_keys[image] = [layer.digest for layer in sandbox.layers]
+        return self._known_keys[image]
+
+    async def _carry_out(self, sandbox: Sandbox, step: Step, stack: contextlib.AsyncExitStack) -> None:
         if step.kind == "copy":
-            await self._copy(sandbox, step)
+            if step.image or step.stage >= 0:
+                await self._copy_from(await self._origin(step, stack), sandbox, step)
+            else:
+                await self._copy(sandbox, step)
             return
         if step.kind == "workdir":
             result = await sandbox.exec(["/bin/mkdir", "-p", step.target], check=False)
@@ -158,21 +220,59 @@ class Builder:
             raise SandboxError(f"line {step.line}: {step.text}: {how}\n{said}".rstrip(), reason="build")
 
     async def _copy(self, sandbox: Sandbox, step: Step) -> None:
-        chosen = self._chosen(step)
-        target = step.target if step.target.startswith("/") else f"{(step.workdir or '').rstrip('/')}/{step.target}"
-        several = len({source for source, _, _ in chosen}) > 1 or len(step.sources) > 1
-        single = len(chosen) == 1 and not chosen[0][1].is_dir() and not several and not target.endswith("/")
+        found = layer_copy.chosen(self.context, self.ignored, step)
+        target = _target(step)
+        several = len({source for source, _, _ in found}) > 1 or len(step.sources) > 1
+        single = len(found) == 1 and not found[0][1].is_dir() and not several and not target.endswith("/")
         if single:
-            is_directory = (await sandbox.exec(["/bin/sh", "-c", 'test -d "$1"', "sh", target])).ok
-            folder, leaf = (target, chosen[0][2]) if is_directory else posixpath.split(target)
-            rows = [(chosen[0][1], leaf)]
+            folder, leaf = await self._place(sandbox, target, found[0][2])
+            rows = [(found[0][1], leaf)]
         else:
-            folder, rows = target, [(path, where) for _, path, where in chosen]
+            folder, rows = target, [(path, where) for _, path, where in found]
         owner = await self._owner(sandbox, step.chown)
         if step.chown:  # a directory that COPY makes is the owner's as well
-            make = 'test -d "$1" || { mkdir -p "$1" && chown "$2" "$1"; }'
-            await sandbox.exec(["/bin/sh", "-c", make, "sh", folder or "/", f"{owner[0]}:{owner[1]}"], check=True)
-        await sandbox.files.as_user("root").upload_tar(_tar(rows, owner, int(step.chmod or "0", 8)), folder or "/", owners=True)
+            await self._make(sandbox, folder, owner)
+        await sandbox.files.as_user("root").upload_tar(
+            layer_copy.tar_of(rows, owner, int(step.chmod or "0", 8)), folder or "/", owners=True
+        )
+
+    async def _copy_from(self, origin: Sandbox, sandbox: Sandbox, step: Step) -> None:
+        """From one sandbox into the other, piece by piece. What is copied keeps its owner unless the step names one."""
+        target = _target(step)
+        paths: list[str] = []
+        for source in step.sources:
+            whole = source if source.startswith("/") else f"/{source}"
+            matches = await origin.files.glob(whole) if any(letter in source for letter in "*?[") else [whole]
+            if not matches or not await origin.files.exists(matches[0]):
+                raise NotFound(f"line {step.line}: nothing to copy", field="dockerfile", value=source, fix="see what the stage has made")
+            paths += matches
+        owner = await self._owner(sandbox, step.chown) if step.chown else None
+        into = sandbox.files.as_user("root")
+        for path in paths:
+            if (await origin.files.stat(path, follow=True)).kind == "dir":
+                folder, name = target, "."
+            elif len(paths) == 1 and not target.endswith("/"):
+                folder, name = await self._place(sandbox, target, posixpath.basename(path))
+            else:
+                folder, name = target, posixpath.basename(path)
+            if owner is not None:
+                await self._make(sandbox, folder, owner)
+            stream = origin.files.as_user("root").download_tar(path, name=name, follow=True)
+            if owner is not None or step.chmod:
+                stream = layer_copy.owned(stream, owner, int(step.chmod or "0", 8))
+            await into.upload_tar(stream, folder or "/", owners=True)
+
+    async def _place(self, sandbox: Sandbox, target: str, name: str) -> tuple[str, str]:
+        """Where a single file goes: below ``target`` when that is a directory, else by that very name."""
+        files = sandbox.files.as_user("root")
+        if await files.exists(target) and (await files.stat(target, follow=True)).kind == "dir":
+            return target, name
+        return posixpath.split(target)
+
+    async def _make(self, sandbox: Sandbox, folder: str, owner: tuple[int, int]) -> None:
+        """The directory, and the owner's when it was not there."""
+        make = 'test -d "$1" || { mkdir -p "$1" && chown "$2" "$1"; }'
+        await sandbox.exec(["/bin/sh", "-c", make, "sh", folder or "/", f"{owner[0]}:{owner[1]}"], check=True)
 
     async def _owner(self, sandbox: Sandbox, chown: str) -> tuple[int, int]:
         """Numbers of a --chown, by the image's own files."""
@@ -186,100 +286,6 @@ class Builder:
         uid, own_group = first.split(":")[:2]
         return int(uid), int(second.split(":")[0] if group else own_group)
 
-    def _chosen(self, step: Step) -> list[tuple[str, Path, str]]:
-        """(source as written, local path, name below the target) of each entry that a COPY takes, in order."""
-        found: list[tuple[str, Path, str]] = []
-        top = self.context.resolve()
-        for source in step.sources:
-            relative = posixpath.normpath(source.lstrip("/"))
-            if relative.startswith(".."):
-                raise InvalidRequest(f"line {step.line}: a source outside of the context", field="dockerfile", value=source)
-            matches = sorted(top.glob(relative)) if any(letter in relative for letter in "*?[") else [top / relative]
-            matches = [path for path in matches if os.path.lexists(path) and not self.ignored(path.relative_to(top).as_posix())]
-            if not matches:
-                raise NotFound(f"line {step.line}: nothing to copy", field="dockerfile", value=source, fix="it must be in the context")
-            for match in matches:
-                if not match.resolve().is_relative_to(top):
-                    raise InvalidRequest(f"line {step.line}: a link out of the context", field="dockerfile", value=source)
-                if match.is_dir():
-                    found += [(source, path, path.relative_to(match).as_posix()) for path in _below(match, top, self.ignored)]
-                else:
-                    found.append((source, match, match.name))
-        return found
 
-
-def ignore_rules(context: Path) -> Callable[[str], bool]:
-    """What .dockerignore leaves out: patterns of paths below the context, ``!`` takes back, the last that fits decides."""
-    rules: list[tuple[re.Pattern[str], bool]] = []
-    file = context / ".dockerignore"
-    for line in file.read_text().splitlines() if file.is_file() else ():
-        pattern = line.strip()
-        if not pattern or pattern.startswith("#"):
-            continue
-        keep = pattern.startswith("!")
-        pattern = pattern.lstrip("!").strip("/")
-        body = "".join(
-            {"**/": "(?:[^/]+/)*", "**": ".*", "*": "[^/]*", "?": "[^/]"}.get(token, re.escape(token))
-            for token in re.findall(r"\*\*/|\*\*|\*|\?|.", pattern)
-        )
-        rules.append((re.compile(f"{body}(?:/.*)?"), not keep))
-
-    def ignored(path: str) -> bool:
-        verdict = False
-        for pattern, leaves_out in rules:
-            if pattern.fullmatch(path):
-                verdict = leaves_out
-        return verdict
-
-    return ignored
-
-
-def _below(directory: Path, top: Path, ignored: Callable[[str], bool]) -> list[Path]:
-    found: list[Path] = []
-    for parent, directories, files in os.walk(directory):
-        directories.sort()
-        links = [name for name in directories if Path(parent, name).is_symlink()]
-        for name in sorted((*directories, *files)):
-            path = Path(parent, name)
-            if not ignored(path.relative_to(top).as_posix()):
-                found.append(path)
-        directories[:] = [name for name in directories if name not in links]
-    return found
-
-
-def _fingerprint(path: Path) -> str:
-    status = os.lstat(path)
-    if stat.S_ISLNK(status.st_mode):
-        return f"link {os.readlink(path)}"
-    if not stat.S_ISREG(status.st_mode):
-        return f"{stat.S_IFMT(status.st_mode)} {stat.S_IMODE(status.st_mode)}"
-    with open(path, "rb") as file:
-        return f"file {stat.S_IMODE(status.st_mode)} {hashlib.file_digest(file, 'sha256').hexdigest()}"
-
-
-async def _tar(rows: list[tuple[Path, str]], owner: tuple[int, int], mode: int) -> AsyncIterator[bytes]:
-    """The chosen entries as a tar, piece by piece; times are left as they are."""
-    for path, name in rows:
-        buffer = io.BytesIO()
-        with tarfile.open(fileobj=buffer, mode="w", format=tarfile.PAX_FORMAT) as archive:
-            info = archive.gettarinfo(path, arcname=name)
-            if info is None or not (info.isreg() or info.isdir() or info.issym() or info.islnk()):
-                continue
-            if info.islnk():  # each file on its own: the archive is made entry by entry
-                info.type, info.size = tarfile.REGTYPE, path.stat().st_size
-            info.uid, info.gid = owner
-            info.uname = info.gname = ""
-            if mode and not info.issym():
-                info.mode = mode
-        yield info.tobuf(tarfile.PAX_FORMAT, "utf-8", "surrogateescape")
-        if info.isreg():
-            left = info.size
-            with open(path, "rb") as file:  # noqa: ASYNC230 - a local file, a piece at a time
-                while left:
-                    piece = file.read(min(_PIECE, left))
-                    if not piece:
-                        raise InvalidRequest("a file became shorter while it was copied", field="source", value=str(path))
-                    left -= len(piece)
-                    yield piece
-            yield bytes(-info.size % tarfile.BLOCKSIZE)
-    yield bytes(2 * tarfile.BLOCKSIZE)
+def _target(step: Step) -> str:
+    return step.target if step.target.startswith("/") else f"{(step.workdir or '').rstrip('/')}/{step.target}"

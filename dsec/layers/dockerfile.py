@@ -1,7 +1,7 @@
 """Read a Dockerfile: the subset that `dsec layer build` carries out. Pure.
 
-FROM (one stage), RUN, COPY and local ADD, ENV, ARG, WORKDIR, USER, ENTRYPOINT, CMD; LABEL, EXPOSE, VOLUME and their like say nothing that
-matters to a sandbox and are passed over with a note. Anything else is refused with its line.
+FROM (any number of stages), RUN, COPY (also ``--from`` a stage or an image) and local ADD, ENV, ARG, WORKDIR, USER, ENTRYPOINT, CMD; LABEL,
+EXPOSE, VOLUME and their like say nothing that matters to a sandbox and are passed over with a note. Anything else is refused with its line.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     argv: tuple[str, ...] = ()  # run
     sources: tuple[str, ...] = ()  # copy
     target: str = ""  # copy, workdir
+    stage: int = -1  # copy: the stage that the sources are in
+    image: str = ""  # copy: the image that they are in; neither: the build's context
     chown: str = ""
     chmod: str = ""
     env: dict[str, str] = {}
@@ -39,9 +41,16 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Recipe(msgspec.Struct, frozen=True, kw_only=True):
-    """What to build: the base, the steps, and what the image says in the end (None: as the base says)."""
+    """What to build: the base, the steps, and what the image says in the end (None: as the base says).
+
+    ``parent``: the stage that the base is, -1 for an image or a layer; ``before``: all stages before this one, by number. What a stage
+    has from its parent is in its own fields.
+    """
 
     base: str
+    name: str = ""
+    parent: int = -1
+    before: tuple[Recipe, ...] = ()
     steps: tuple[Step, ...]
     env: dict[str, str]
     user: str | None = None
@@ -51,25 +60,32 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
     notes: tuple[str, ...] = ()
 
 
-def parse(text: str, arguments: Mapping[str, str] | None = None) -> Recipe:
-    """Raises `InvalidRequest` for what is no Dockerfile and `Unsupported` for what is not carried out; the value names the line."""
-    return _Reader(dict(arguments or {})).read(text)
+def parse(text: str, arguments: Mapping[str, str] | None = None, target: str = "") -> Recipe:
+    """The last stage, or the one named ``target``. Raises `InvalidRequest` for what is no Dockerfile and `Unsupported` for what is not
+    carried out; the value names the line."""
+    return _Reader(dict(arguments or {})).read(text, target)
 
 
 class _Reader:
     def __init__(self, given: dict[str, str]) -> None:
         self.given = given
-        self.args: dict[str, str] = {}
-        self.env: dict[str, str] = {}
-        self.base = ""
-        self.user: str | None = None
-        self.workdir: str | None = None
-        self.entrypoint: tuple[str, ...] | None = None
-        self.cmd: tuple[str, ...] | None = None
-        self.steps: list[Step] = []
+        self.outer: dict[str, str] = {}  # arguments before the first FROM
         self.notes: list[str] = []
+        self.stages: list[Recipe] = []
+        self._begin("", "", -1)
 
-    def read(self, text: str) -> Recipe:
+    def _begin(self, base: str, name: str, parent: int) -> None:
+        of = self.stages[parent] if parent >= 0 else None
+        self.base, self.name, self.parent = base, name, parent
+        self.args: dict[str, str] = {}
+        self.env: dict[str, str] = dict(of.env) if of else {}
+        self.user = of.user if of else None
+        self.workdir = of.workdir if of else None
+        self.entrypoint = of.entrypoint if of else None
+        self.cmd = of.cmd if of else None
+        self.steps: list[Step] = []
+
+    def read(self, text: str, target: str) -> Recipe:
         for line, instruction in _instructions(text):
             word, _, rest = instruction.partition(" ")
             word, rest = word.upper(), rest.strip()
@@ -84,23 +100,31 @@ class _Reader:
             method(line, rest, instruction)
         if not self.base:
             raise InvalidRequest("no FROM in the Dockerfile", field="dockerfile")
-        return Recipe(
-            base=self.base,
-            steps=tuple(self.steps),
-            env=self.env,
-            user=self.user,
-            workdir=self.workdir,
-            entrypoint=self.entrypoint,
-            cmd=self.cmd,
-            notes=tuple(self.notes),
-        )
+        self._end()
+        wanted = self._stage(target) if target else len(self.stages) - 1
+        if wanted < 0:
+            names = ", ".join(stage.name for stage in self.stages if stage.name)
+            raise InvalidRequest("no such stage", field="target", value=target, fix=f"there are {names or 'no named ones'}")
+        return msgspec.structs.replace(self.stages[wanted], before=tuple(self.stages[:wanted]), notes=tuple(self.notes))
+
+    def _end(self) -> None:
+        made = Recipe(base=self.base, name=self.name, parent=self.parent, steps=tuple(self.steps), env=self.env, user=self.user)
+        made = msgspec.structs.replace(made, workdir=self.workdir, entrypoint=self.entrypoint, cmd=self.cmd)
+        self.stages.append(made)
+
+    def _stage(self, name: str) -> int:
+        """The number of a stage by its name or number, -1 for none."""
+        for number, stage in enumerate(self.stages):
+            if stage.name == name.lower() or str(number) == name:
+                return number
+        return -1
 
     def _step(self, kind: str, line: int, text: str, **more: object) -> None:
         common = {"env": dict(self.env), "args": dict(self.args), "user": self.user or "", "workdir": self.workdir or ""}
         self.steps.append(msgspec.convert({"kind": kind, "line": line, "text": text, **common, **more}, Step))
 
     def _expand(self, text: str) -> str:
-        known = self.args | self.env
+        known = self.args | self.env if self.base else self.outer
 
         def value(match: re.Match[str]) -> str:
             if match.group(0) == "\\$":
@@ -115,21 +139,27 @@ class _Reader:
         return _VARIABLE.sub(value, text)
 
     def _from(self, line: int, rest: str, text: str) -> None:
-        words = [word for word in self._expand(rest).split() if not word.startswith("--platform")]
         if self.base:
-            raise Unsupported(f"line {line}: a second stage is not carried out", field="dockerfile", value=text, reason="stages")
+            self._end()
+        self.base = ""  # FROM knows the arguments before the first stage, and no stage's
+        words = [word for word in self._expand(rest).split() if not word.startswith("--platform")]
         if len(words) not in (1, 3) or (len(words) == 3 and words[1].upper() != "AS") or words[0] == "scratch":
             raise _wrong("FROM wants an image or a layer", line, text)
-        self.base = words[0]
-        self.args = {}  # those before FROM are FROM's
+        name = words[2].lower() if len(words) == 3 else ""
+        if name and self._stage(name) >= 0:
+            raise _wrong("two stages of one name", line, text)
+        self._begin(words[0], name, -1 if words[0].isdigit() else self._stage(words[0]))
 
     def _arg(self, line: int, rest: str, text: str) -> None:
+        known = self.args if self.base else self.outer
         for word in _words(rest, line, text):
             name, equals, default = word.partition("=")
             if not _NAME.fullmatch(name):
                 raise _wrong("not a usable argument's name", line, text)
             if name in self.given or equals:
-                self.args[name] = self.given.get(name, self._expand(default))
+                known[name] = self.given.get(name, self._expand(default))
+            elif self.base and name in self.outer:
+                known[name] = self.outer[name]
 
     def _env(self, line: int, rest: str, text: str) -> None:
         first, _, value = rest.partition(" ")
@@ -153,7 +183,8 @@ class _Reader:
         self._step("run", line, text, argv=_exec_form(rest) or ("/bin/sh", "-c", rest))
 
     def _copy(self, line: int, rest: str, text: str) -> None:
-        chown = chmod = ""
+        chown = chmod = image = ""
+        stage = -1
         while rest.startswith("--"):
             option, _, rest = rest.partition(" ")
             name, _, value = option.partition("=")
@@ -161,6 +192,11 @@ class _Reader:
                 chown = self._expand(value)
             elif name == "--chmod" and re.fullmatch(r"[0-7]{3,4}", value):
                 chmod = value
+            elif name == "--from" and value:
+                stage = self._stage(value)
+                image = "" if stage >= 0 else self._expand(value)
+                if value.isdigit() and stage < 0:
+                    raise _wrong("no such stage before this one", line, text)
             elif name != "--link":
                 raise Unsupported(f"line {line}: {option} is not carried out", field="dockerfile", value=text, reason="COPY options")
             rest = rest.lstrip()
@@ -170,7 +206,7 @@ class _Reader:
             raise _wrong("COPY wants sources and a target", line, text)
         if any("://" in word or word.startswith("git@") for word in words[:-1]):
             raise Unsupported(f"line {line}: nothing is fetched from elsewhere", field="dockerfile", value=text, reason="ADD of an address")
-        self._step("copy", line, text, sources=tuple(words[:-1]), target=words[-1], chown=chown, chmod=chmod)
+        self._step("copy", line, text, sources=tuple(words[:-1]), target=words[-1], chown=chown, chmod=chmod, stage=stage, image=image)
 
     def _add(self, line: int, rest: str, text: str) -> None:
         if re.search(r"\.(?:tar|tgz|tar\.\w+)(?:\s|$|\")", rest):

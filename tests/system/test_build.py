@@ -47,6 +47,53 @@ CMD ["--all"]
 """
 
 
+STAGES = """\
+# A command line tool with the library that it needs: tested and packed in one stage, run in another.
+ARG BASE=small
+FROM $BASE AS source
+WORKDIR /src
+COPY greet.py test_greet.py ./
+COPY vendor/ .
+
+FROM source AS build
+RUN python3 -m unittest -q
+RUN mkdir /out /out/doc && python3 -m zipapp . -m greet:main -o /out/greet.pyz
+RUN echo one > /out/doc/one.txt && echo two > /out/doc/two.txt && ln -s one.txt /out/doc/link && ln -s /out/doc /out/also
+RUN chown 1000:1000 /out/doc/two.txt && chmod 600 /out/doc/two.txt
+
+FROM small AS never
+RUN exit 1
+
+FROM small
+ENV LANG=C.UTF-8
+COPY --from=build --chown=user:user --chmod=755 /out/greet.pyz bin/greet.pyz
+COPY --from=build /out/also/ /usr/share/greet
+COPY --from=1 /out/doc/*.txt /txt/
+COPY --from=small /etc/group /etc/group.bak
+WORKDIR /home/user
+USER user
+ENTRYPOINT ["python3", "/bin/greet.pyz"]
+CMD ["--name", "everybody"]
+"""
+GREET = """\
+import click
+
+@click.command()
+@click.option("--name", default="you")
+def main(name):
+    click.echo(f"Hello, {name}!")
+"""
+TEST_GREET = """\
+import unittest
+from click.testing import CliRunner
+import greet
+
+class Greets(unittest.TestCase):
+    def test_name(self):
+        self.assertEqual(CliRunner().invoke(greet.main, ["--name", "x"]).output, "Hello, x!\\n")
+"""
+
+
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def cluster() -> AsyncIterator[Cluster]:
     place = Path(tempfile.mkdtemp(prefix="dsec-t-", dir="/tmp"))
@@ -120,6 +167,55 @@ async def test_a_dockerfile_is_built_cached_and_run(cluster: Cluster, project: P
     assert (info.config.entrypoint, info.config.cmd) == (("python3", "-m", "app"), ("--all",))
     async with libdsec.connect(cluster.url) as client:
         assert await client.list() == []
+
+
+async def test_a_real_project_of_several_stages(cluster: Cluster, tmp_path: Path) -> None:
+    """A tool is tested and packed with its library in one stage and runs from another; owners, modes, links and patterns of COPY --from
+    hold; a stage that nothing needs is not built; the second build carries out nothing."""
+    import click
+
+    root = tmp_path / "greet"
+    root.mkdir()
+    (root / "Dockerfile").write_text(STAGES)
+    (root / "greet.py").write_text(GREET)
+    (root / "test_greet.py").write_text(TEST_GREET)
+    shutil.copytree(Path(click.__file__).parent, root / "vendor/click", ignore=shutil.ignore_patterns("__pycache__"))
+    code, out, err = await build(cluster, root)
+    assert code == 0, err
+    assert "(cached)" not in err
+    assert "exit 1" not in err
+    async with libdsec.connect(cluster.url) as client:
+        async with client.sandbox("mine/app:1", **SMALL) as sandbox:
+            script = "id -un; pwd; python3 /bin/greet.pyz; cd /; stat -c '%U %a' bin/greet.pyz usr/share/greet/two.txt; ls txt src out"
+            result = await sandbox.exec(script)
+            assert result.stdout.text.splitlines() == [
+                "user",
+                "/home/user",
+                "Hello, you!",
+                "user 755",
+                "user 600",
+                "txt:",
+                "one.txt",
+                "two.txt",
+            ]
+            assert await sandbox.files.readlink("/usr/share/greet/link") == "one.txt"
+            assert (await sandbox.exec("cat /etc/group.bak")).stdout.text.startswith("root:")
+        assert await client.list() == []
+    command = ("--url", cluster.url, "run", "-m", "96MiB", "--disk", "64MiB", "mine/app:1")
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "dsec.cli", *command), stdout=asyncio.subprocess.PIPE, stdin=asyncio.subprocess.DEVNULL
+    )
+    assert (await process.communicate())[0] == b"Hello, everybody!\n"
+    code, again, err = await build(cluster, root)
+    assert (code, again) == (0, out)
+    assert err.count("(cached)") == err.count("\n[")
+    (root / "test_greet.py").write_text(TEST_GREET.replace("Hello, x", "Bye, x"))
+    code, _, err = await build(cluster, root)
+    assert code != 0
+    assert "AssertionError" in err
+    code, _, err = await build(cluster, root, "--target", "source")
+    assert code == 0, err
+    assert "unittest" not in err
 
 
 async def test_a_build_that_fails_says_where(cluster: Cluster, project: Path) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dsec.commands.layer_build import ignore_rules
+from dsec.commands.layer_copy import ignore_rules
 from dsec.errors import InvalidRequest, Unsupported
 from dsec.layers.dockerfile import parse
 
@@ -34,7 +34,8 @@ def test_instructions_and_variables() -> None:
     [
         *(("", InvalidRequest), ("RUN x", InvalidRequest), ("FROM a\nRUN", InvalidRequest), ("FROM a\nCOPY x", InvalidRequest)),
         *(("FROM scratch", InvalidRequest), ("FROM a\nENV 1=2", InvalidRequest), ("FROM a\nRUN x \\", InvalidRequest)),
-        *(("FROM a\nFROM b", Unsupported), ("FROM a\nONBUILD RUN x", Unsupported), ("FROM a\nCOPY --from=b x y", Unsupported)),
+        *(("FROM a\nFROM b extra", InvalidRequest), ("FROM a\nONBUILD RUN x", Unsupported), ("FROM a\nCOPY --from=1 x y", InvalidRequest)),
+        *(("FROM a AS x\nFROM b AS X", InvalidRequest), ("FROM a\nCOPY --parents x y", Unsupported)),
         *(
             ("FROM a\nADD https://example.org/x /", Unsupported),
             ("FROM a\nADD x.tar.gz /", Unsupported),
@@ -48,6 +49,26 @@ def test_what_is_refused(text: str, error: type[Exception]) -> None:
     """What is no Dockerfile, and what would not be carried out as it says, is refused instead of being half done."""
     with pytest.raises(error):
         parse(text)
+
+
+def test_stages() -> None:
+    """A stage begins where its parent ended; COPY --from names a stage, by name or number, or an image; arguments are a stage's own."""
+    text = (
+        "ARG TAG=1\nFROM base:$TAG AS Build\nARG TAG\nENV A=$TAG\nWORKDIR /src\nUSER u\nRUN make\n"
+        "FROM other\nENV B=$TAG\nCOPY --from=build --chown=7 /src/out /app\nCOPY --from=0 x y\nCOPY --from=busybox:1 /bin/sh /\n"
+        'FROM build AS test\nRUN check\nCMD ["t"]\n'
+    )
+    last = parse(text)
+    build, middle = last.before
+    assert (build.name, build.base, build.parent, build.env) == ("build", "base:1", -1, {"A": "1"})
+    assert (last.name, last.parent, last.env, last.workdir, last.user, last.cmd) == ("test", 0, {"A": "1"}, "/src", "u", ("t",))
+    assert [step.argv[-1] for step in last.steps] == ["check"]
+    assert (middle.env, middle.user) == ({"B": ""}, None)
+    assert [(step.stage, step.image, step.chown) for step in middle.steps] == [(0, "", "7"), (0, "", ""), (-1, "busybox:1", "")]
+    assert parse(text, target="BUILD").before == ()
+    assert parse(text, target="1").before == (build,)
+    with pytest.raises(InvalidRequest, match="build, test"):
+        parse(text, target="none")
 
 
 def test_dockerignore(tmp_path: Path) -> None:
