@@ -29,6 +29,7 @@ from dsec.bus.messages import (
     Empty,
     ExecReply,
     ExecRequest,
+    Heartbeat,
     InfoReply,
     InputReply,
     InputRequest,
@@ -120,6 +121,7 @@ class Verbs:
                 Verb(name="pause", request=Selector, reply=ManyReply, handler=self.pause_many),
                 Verb(name="resume", request=Selector, reply=ManyReply, handler=self.resume_many),
                 Verb(name="prune", request=Selector, reply=ManyReply, handler=self.prune),
+                Verb(name="beat", request=Empty, reply=Heartbeat, handler=self.beat),
                 Verb(name="cancel", request=CancelRequest, reply=Empty, handler=self.cancel),
             ),
             verb_of=_fourth,
@@ -388,6 +390,9 @@ class Verbs:
 
         results = await asyncio.gather(*(one(sandbox) for sandbox in self._select(caller, selector)))
         return ManyReply(edge=self.edge.name, results=tuple(results))
+
+    def beat(self, _context: Context, _request: Empty) -> Heartbeat:
+        return self.edge.heartbeat()
 
     def cancel(self, context: Context, request: CancelRequest) -> Empty:
         assert context.caller is not None

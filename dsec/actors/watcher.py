@@ -15,12 +15,14 @@ from dsec.bus import subjects
 from dsec.bus.actor import Context, Route, Verb
 from dsec.bus.bus import Bus
 from dsec.bus.messages import ClusterView, Empty, Event, Heartbeat
+from dsec.bus.subjects import Caller
 from dsec.bus.transport import Msg
 from dsec.config import WatcherConfig
 from dsec.errors import DsecError
 from dsec.model import new_ulid
 
 log = structlog.get_logger("dsec.watcher")
+FIRST_ANSWERS = 0.5  # seconds for the Edges that live to say so when it begins
 FIRST_BEATS = 2.0  # seconds in which every node that lives is heard (heartbeats come at 1 Hz)
 
 
@@ -39,6 +41,7 @@ class Watcher:
         self._vanished = False
         self._n = 0
         self._began = 0.0
+        self._greeted = False
         self._tasks: list[asyncio.Task[Any]] = []
 
     async def start(self) -> None:
@@ -61,7 +64,7 @@ class Watcher:
             description="knows the nodes and declares lost ones",
             metadata={"instance": self.name},
         )
-        self._tasks = [asyncio.create_task(self._publish()), asyncio.create_task(self._judge())]
+        self._tasks = [asyncio.create_task(work) for work in (self._greet(), self._publish(), self._judge())]
         log.info("watcher.ready", name=self.name, expected=len(self.cluster.nodes))
 
     async def stop(self) -> None:
@@ -71,7 +74,20 @@ class Watcher:
         await self._events.close()
 
     # ------------------------------------------------------------------ hearing and telling
-    def _on_beat(self, beat: Heartbeat, _msg: Msg) -> None:
+    async def _greet(self) -> None:
+        """Ask who is there. Heartbeats come once a second: a view told before all were heard would leave some nodes out."""
+        try:
+            subject = subjects.everyone(self.bus.unit, "beat", Caller("watcher", "default"))
+            beats, _ = await self.bus.scatter(subject, Empty(), Heartbeat, timeout=FIRST_ANSWERS)
+            for beat in beats:
+                self._on_beat(beat, None)
+        except DsecError as error:
+            log.warning("watcher.not_greeted", error=str(error))  # heartbeats will tell
+        finally:
+            self._greeted = True
+        self._tell()
+
+    def _on_beat(self, beat: Heartbeat, _msg: Msg | None) -> None:
         loop = asyncio.get_running_loop()
         if beat.leaving:
             changed = self.cluster.leave(beat.edge, beat.incarnation)
@@ -100,7 +116,7 @@ class Watcher:
         self._soon = None
         now = asyncio.get_running_loop().time()
         # One that has heard nobody yet knows nothing, which is not to know that there is nobody.
-        if not self.bus.connected or (not self.cluster.nodes and now < self._began + FIRST_BEATS):
+        if not self.bus.connected or not self._greeted or (not self.cluster.nodes and now < self._began + FIRST_BEATS):
             return
         try:
             self.bus.post(subjects.view(self.bus.unit), self.cluster.view(self.name, now))

@@ -112,9 +112,11 @@ class Box:
         await actor.start()
         return actor
 
-    async def watcher(self, **config: Any) -> Watcher:
+    async def watcher(self, *, records: bool = True, **config: Any) -> Watcher:
+        """Without ``records`` it has no node records to begin from."""
         bus = await self.bus("watcher")
-        actor = Watcher(bus, WatcherConfig(**({"publish_ms": 50} | config)), await Fences.open(bus), self.events)
+        fences = await Fences.open(bus) if records else None
+        actor = Watcher(bus, WatcherConfig(**({"publish_ms": 50} | config)), fences, self.events)
         self._ends.append(actor.stop)
         await actor.start()
         return actor

@@ -86,6 +86,15 @@ async def test_a_watcher_that_has_just_begun_hides_no_node(box: Box) -> None:
         assert await dsec.list() == []
 
 
+async def test_a_watcher_without_records_asks_who_is_there(box: Box) -> None:
+    """Its first view names every node that lives, though none of them has sent a heartbeat since it began."""
+    for name in ("n1", "n2", "n3"):
+        await box.edge(name, heartbeat_ms=3_600_000)
+    await box.watcher(records=False)
+    async with box.client() as dsec:
+        assert {node.edge for node in (await dsec.nodes()).nodes} == {"n1", "n2", "n3"}
+
+
 async def test_a_fenced_edge_reaps_instead_of_adopting(box: Box) -> None:
     """Declared lost while it was away: on its return everything is freed and told as node_lost."""
     await box.edge("n1")
