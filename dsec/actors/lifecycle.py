@@ -11,6 +11,7 @@ Clocks are monotonic seconds of the Edge. While a sandbox is paused its idle and
 from __future__ import annotations
 
 import enum
+import sys
 
 import msgspec
 
@@ -191,7 +192,7 @@ def step(life: Life, event: On, how: Exit | None = None, *, detail: str = "", st
         raise ImpossibleEvent(f"event {event} cannot happen in state {old}: {lines}", reason=str(old))
     new = TABLE[old, event] or life.origin or S.RUNNING
     if story is not None:
-        story.add(f"{old} -> {new}: {event}{f' ({detail})' if detail else ''}")
+        story.add(f"{old} -> {new}: {event} ({detail})" if detail else sys.intern(f"{old} -> {new}: {event}"))  # of a thousand the same
     return _enter(life, old, event, new, how, detail)
 
 

@@ -79,11 +79,11 @@ async def outcome(sandbox: Sandbox, op: str, wait: float) -> OpStatus:
                 poll = asyncio.timeout(None)
                 try:
                     async with poll:
-                        sandbox.polls.add(poll)
+                        sandbox.polls[poll] = None
                         try:
                             return await instance.link.wait(op, max(0.0, end - loop.time()))
                         finally:
-                            sandbox.polls.discard(poll)
+                            sandbox.polls.pop(poll, None)
                 except TimeoutError:
                     if not poll.expired():
                         raise

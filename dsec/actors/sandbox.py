@@ -82,7 +82,7 @@ class Sandbox:
         self._waiters: list[asyncio.Future[None]] = []
         self.serving = 0  # requests that a pause waits for
         self.served: asyncio.Future[None] | None = None  # … and how it hears of the last one's end
-        self.polls: set[asyncio.Timeout] = set()  # who waits for the end of an operation, and is woken by a pause
+        self.polls: dict[asyncio.Timeout, None] = {}  # who waits for the end of an operation, and is woken by a pause
         self._packs: dict[str, tuple[PackOrder, asyncio.Future[PackedLayer]]] = {}
         self._launching: asyncio.Task[None] | None = None
         self._releasing: asyncio.Task[None] | None = None

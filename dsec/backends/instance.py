@@ -16,11 +16,37 @@ if TYPE_CHECKING:
     from dsec.backends.container import ContainerBackend
 
 
+class Once:
+    """As `asyncio.Event`, for what happens once. An event has a queue of waiters, which would be the largest part of an idle sandbox."""
+
+    __slots__ = ("_future", "_is_set")
+
+    def __init__(self) -> None:
+        self._is_set = False
+        self._future: asyncio.Future[None] | None = None
+
+    def is_set(self) -> bool:
+        return self._is_set
+
+    def set(self) -> None:
+        self._is_set = True
+        if self._future is not None and not self._future.done():
+            self._future.set_result(None)
+
+    async def wait(self) -> None:
+        if not self._is_set:
+            if self._future is None:
+                self._future = asyncio.get_running_loop().create_future()
+            await asyncio.shield(self._future)
+
+
 class End:
     """The end of one sandbox: known to the holder before anybody here may have asked for it."""
 
+    __slots__ = ("seen", "status")
+
     def __init__(self) -> None:
-        self.seen = asyncio.Event()
+        self.seen = Once()
         self.status: dict[str, Any] = {}
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import shlex
 import time
-from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import suppress
 
@@ -83,7 +82,7 @@ class Link(Connection):
         self._oom_kills = oom_kills
         self.oom_seen = 0  # kills that were told as the end of an operation
         self._memory = memory
-        self._oom_ops: deque[str] = deque(maxlen=64)  # a repeated question gets the same answer
+        self._oom_ops: list[str] = []  # a repeated question gets the same answer
 
     # ---- the contract
 
@@ -183,7 +182,7 @@ class Link(Connection):
             if kills <= self.oom_seen:
                 return status
             self.oom_seen = kills
-            self._oom_ops.append(status.op)
+            self._oom_ops = [*self._oom_ops[-63:], status.op]
         limit = f"memory: the sandbox's limit of {self._memory} bytes was reached" if self._memory else "memory"
         return msgspec.structs.replace(status, oom_killed=True, detail=limit)
 
