@@ -337,7 +337,7 @@ class Client:
         Args:
             since: None = from now on; ``"-10m"`` (s, m, h, d), Unix seconds or ``"all"`` begin in the past.
             follow: False ends with the events that exist now.
-            labels, kinds, ids: which ones; all labels, any of the kinds, any of the sandboxes.
+            labels, kinds, ids: which ones; all labels, any of the kinds, any of the sandboxes. A kind that does not exist is an error.
         """
         from dsec.bus.events import EventReader
 
@@ -364,6 +364,27 @@ class Client:
         results += await asyncio.gather(*(self._absent(verb, sandbox_id, silent) for sandbox_id in missing))
         return results
 
+    async def _named(self, selector: Selector) -> list[str]:
+        """Ids of all that are chosen. A node that does not answer is asked again for a while: it may be restarting, with half the job.
+
+        Raises `Unavailable` when one stays silent and nothing was found elsewhere."""
+        end = asyncio.get_running_loop().time() + MANY_TIMEOUT / 2
+        found: dict[str, None] = {}
+        while True:
+            replies, silent = await self._wire.everyone("list", selector, ListReply, timeout=MANY_TIMEOUT / 6)
+            found |= {info.id: None for reply in replies for info in reply.sandboxes}
+            if any(reply.more for reply in replies):
+                found |= {info.id: None for info in await self.list(selector.labels, ids=selector.ids)}
+            if not silent:
+                return list(found)
+            if asyncio.get_running_loop().time() > end:
+                break
+            await asyncio.sleep(0.2)
+        if not found:
+            raise Unavailable(f"nodes do not answer: {', '.join(silent[:5])}", reason="silent", fix="see `dsec node ls`")
+        self._wire.log.warning("client.nodes_silent", nodes=silent, verb="list")
+        return list(found)
+
     async def _one_by_one(
         self,
         verb: Literal["pause", "resume"],
@@ -378,7 +399,7 @@ class Client:
         if not chosen.labels and not chosen.ids and not everything:
             raise wrong(f"would {verb} every sandbox of the project", "labels", "", "give labels or ids, or everything=True")
         whole(parallel, "parallel", 1, 10_000)
-        todo = list(chosen.ids) if chosen.ids and not chosen.labels else [info.id for info in await self.list(labels, ids=chosen.ids)]
+        todo = list(chosen.ids) if chosen.ids and not chosen.labels else await self._named(chosen)
         view = await self._wire.view(timeout=2.0)
         nodes = {node.edge for node in view.nodes}.union(view.expected) if view is not None else set()
         gate = asyncio.Semaphore(parallel)

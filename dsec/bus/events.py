@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import difflib
 import os
 import random
 import time
@@ -263,6 +264,25 @@ def start_time(since: str | float) -> float:
         raise InvalidRequest("not a time", field="since", value=since, fix="use -30s, -10m, -2h, -1d, all, or Unix seconds") from None
 
 
+# Kinds of events (docs/events.md); one that nobody sends would be waited for without end.
+KINDS = (
+    *("created", "running", "paused", "resumed", "packed", "stopped", "step", "node_up", "node_lost"),
+    *("image_pulling", "image_pulled", "image_shared", "image_failed", "layer_trouble", "layer_whole"),
+)
+
+
+def known_kinds(kinds: Iterable[str]) -> frozenset[str]:
+    """Raises `InvalidRequest` that names the kind which does not exist, and the one that was probably meant."""
+    if isinstance(kinds, str):
+        kinds = (kinds,)
+    chosen = frozenset(kinds)
+    for kind in sorted(chosen.difference(KINDS), key=str):
+        near = difflib.get_close_matches(str(kind), KINDS, 1)
+        fix = f"did you mean {near[0]!r}?" if near else f"use {', '.join(KINDS)}"
+        raise InvalidRequest("no such kind of event", field="kinds", value=kind, fix=fix)
+    return chosen
+
+
 class EventReader:
     """``async with EventReader(bus, kinds=("stopped",), since="-10m") as reader: async for event in reader: …``
 
@@ -275,6 +295,8 @@ class EventReader:
         project: this project and those below it; "" = all.
         since: None = from now on; ``"all"``; or see `start_time`.
         follow: False ends after the events that exist now.
+
+    Raises `InvalidRequest` for a kind that does not exist.
     """
 
     def __init__(
@@ -291,7 +313,7 @@ class EventReader:
     ) -> None:
         self.bus = bus
         self.labels = dict(labels or {})
-        self.kinds = frozenset(kinds)
+        self.kinds = known_kinds(kinds)
         self.sandboxes = frozenset(sandboxes)
         self.project = project
         self.follow = follow

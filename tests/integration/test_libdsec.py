@@ -369,6 +369,18 @@ class CancelAt:
                 return end.value
 
 
+async def test_a_kind_of_event_that_does_not_exist(dsec: Client) -> None:
+    """Nobody would ever send one: the error names the kind that was meant, before anything is waited for."""
+    async with asyncio.timeout(5):
+        with pytest.raises(InvalidRequest, match="did you mean 'stopped'") as caught:
+            async for _ in dsec.events(kinds=["created", "stoped"]):
+                pass
+        assert (caught.value.field, caught.value.value) == ("kinds", "stoped")
+        with pytest.raises(InvalidRequest, match="use created, running"):
+            async for _ in dsec.events(kinds=["?"]):
+                pass
+
+
 async def test_c06_cancel_at_every_await_of_create(dsec: Client) -> None:
     """A create that is cancelled, wherever it was waiting and however far it had come, leaves no sandbox."""
 
