@@ -175,6 +175,7 @@ class Host:
         self.missing: dict[str, str] = {}
         self.puller: Puller | None = None
         self.layer_told: Callable[[dict[str, Any]], None] = lambda _: None
+        self._keeping: list[asyncio.Task[None]] = []
 
     async def open(self) -> None:
         """Raises `Unsupported` when no backend at all can start; `missing` says why for each."""
@@ -238,6 +239,7 @@ class Host:
         await backend.open()
         puller = self.puller or Puller(layers, config.layers.registries)
         self.puller = puller
+        self._keeping.append(asyncio.get_running_loop().create_task(layers.keep_used()))
         return LayerPlanner(backend, layers, puller)
 
     def planner(self, spec: SandboxSpec) -> Planner:
@@ -272,6 +274,9 @@ class Host:
 
     async def close(self, *, nothing_lives: bool) -> None:
         """Let go; with ``nothing_lives`` helper processes and empty groups go too."""
+        for task in self._keeping:
+            task.cancel()
+        await asyncio.gather(*self._keeping, return_exceptions=True)
         if self.puller is not None:
             await self.puller.close()
         for planner in self.planners.values():

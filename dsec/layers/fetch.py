@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import secrets
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterable
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Literal
 
 import msgspec
+import structlog
 
 from dsec import syscalls
 from dsec.errors import Conflict, DsecError, InvalidRequest, NodeError, NotFound, Unavailable
@@ -31,6 +33,8 @@ from dsec.layers.store import LayerConfig, LayerInfo, LayerStore
 from dsec.layers.tools import Progress, silent
 from dsec.model import LayerRef
 
+log = structlog.get_logger("dsec.layers")
+RENEW_S = 3600.0  # how often a node says anew which layers of the remote store it has in part
 FRESH_S = 5.0  # a name that the remote store gave is not asked for again within this time
 PULL_THREADS = 6
 
@@ -82,6 +86,7 @@ class NodeLayers:
         self._asked: dict[str, float] = {}
         self._fetching: dict[str, asyncio.Task[LayerRef]] = {}
         self._pulling: dict[str, asyncio.Task[None]] = {}
+        self._using: set[str] = set()
 
     # --- names -----------------------------------------------------------------------------------------------------
 
@@ -149,6 +154,7 @@ class NodeLayers:
         return LayerRef(name=name, digest=digest)
 
     async def _receive(self, remote: RemoteStore, digest: str, progress: Progress) -> None:
+        await self._use(remote, digest)  # before its record is read: see `RemoteStore.use`
         data, meta, info, ahead = await asyncio.gather(
             remote.manifest(digest), remote.meta_bytes(digest), remote.info(digest), remote.ahead(digest)
         )
@@ -163,6 +169,50 @@ class NodeLayers:
                 hint = self.store.side(digest, ".ahead")
                 await tools.write(hint, msgspec.json.encode(ahead))
         progress(f"{digest[:19]}: {known.meta_size / 1e6:.1f} MB of metadata here, {known.size / 1e6:.1f} MB when they are read")
+
+    async def _use(self, remote: RemoteStore, digest: str) -> None:
+        """Keep the store's gc away from a layer of which this node will want more. Who may only read there cannot say so."""
+        if not remote.writable:
+            return
+        try:
+            await remote.use(digest, await tools.in_thread(self._node))
+        except NodeError as error:
+            if error.reason not in ("credentials", "http_405"):
+                raise
+            log.warning("layer.use_not_recorded", layer=digest, why=str(error))
+        else:
+            self._using.add(digest)
+
+    def _node(self) -> str:
+        """What this store is called in the remote one; made once."""
+        path = self.store.root / "node"
+        with contextlib.suppress(FileExistsError), open(path, "x") as file:
+            file.write(secrets.token_hex(8))
+        return path.read_text() or "unnamed"
+
+    async def keep_used(self) -> None:
+        """Say again and again which layers are here in part, so that the remote store keeps them, and when they no longer are. Runs until
+        it is cancelled."""
+        while self.remote is not None:
+            try:
+                await self.renew_used(self.remote)
+            except DsecError as error:
+                log.warning("layer.use_not_recorded", why=str(error))
+            await asyncio.sleep(RENEW_S)
+
+    async def renew_used(self, remote: RemoteStore) -> None:
+        """One round of `keep_used`."""
+        parts = {
+            digest for digest in await tools.in_thread(self._partly_here) if (await self.store.info(digest)).remote in ("", remote.url)
+        }
+        for digest in parts:
+            await self._use(remote, digest)
+        for digest in self._using - parts:
+            await remote.unuse(digest, await tools.in_thread(self._node))
+            self._using.discard(digest)
+
+    def _partly_here(self) -> list[str]:
+        return [path.name.removesuffix(".data.map").replace("-", ":", 1) for path in (self.store.root / "blobs").glob("*.data.map")]
 
     def partial(self, digest: str) -> bool:
         """Whether chunks of this layer are still missing here."""

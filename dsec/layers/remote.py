@@ -8,6 +8,7 @@
     names/<name>/<time>-<random>.json   one object a change of a name, never rewritten: the history, and with it what a name means
     heads/<name>.json           the newest change again, for stores that cannot list (HTTP)
     pins/<hex>/<who>            keeps a layer from `gc`
+    users/<hex>/<node>          as a pin, of a node that has a part of the layer only; written anew while that is so, else forgotten
     images/<key>.json           which layer an image became, for whoever has the same image to convert (`sharing`); keeps nothing
     claims/<key>                who converts an image just now
 
@@ -40,6 +41,7 @@ from dsec.model import LayerRef
 
 T = TypeVar("T")
 GRACE_S = 86_400.0  # younger objects are left alone by gc: somebody may be uploading, or about to tag
+USE_S = 3 * 86_400.0  # a node that has not said for so long that it uses a layer does not
 MULTIPART = 16 << 20
 
 
@@ -136,7 +138,8 @@ class RemoteStore:
         for path in await self._paths("layers/"):
             if path.endswith("/info.json"):
                 digest = "sha256:" + path.split("/")[1]
-                found.append(msgspec.structs.replace(await self.info(digest), names=tuple(sorted(names.get(digest, ())))))
+                with contextlib.suppress(NotFound):  # taken away meanwhile
+                    found.append(msgspec.structs.replace(await self.info(digest), names=tuple(sorted(names.get(digest, ())))))
         return tuple(sorted(found, key=lambda info: (-info.created_ts, info.digest)))
 
     # --- names -----------------------------------------------------------------------------------------------------
@@ -171,6 +174,9 @@ class RemoteStore:
             raise NotFound("the layer store has no such layer", field="layer", value=digest)
         if (old := await self._newest(index.check_name(name))) is None or old.op != "tag" or old.digest != digest:
             await self._change(index.Entry(op="tag", name=name, digest=digest, ts=time.time()))
+            if not await self.has(digest):  # `gc` took it in this moment, before it could see the name
+                await self._change(index.Entry(op="untag", name=name, ts=time.time()))
+                raise NotFound("the layer store has no such layer any more", field="layer", value=digest)
         return LayerRef(name=name, digest=digest)
 
     async def untag(self, name: str) -> None:
@@ -194,6 +200,24 @@ class RemoteStore:
         for path in await self._paths("pins/"):
             _, digest, who = path.split("/", 2)
             found[f"sha256:{digest}"] = (*found.get(f"sha256:{digest}", ()), _unquote(who))
+        return found
+
+    async def use(self, digest: str, node: str) -> None:
+        """Keep a layer for a node that will fetch more of it; to be said again within `USE_S`. Whoever says it before it reads the layer's
+        record has the layer: `gc` takes records away first, and looks for users again before it takes the rest."""
+        self._check_writable()
+        await self._put(f"users/{digest.removeprefix('sha256:')}/{_quote(node)}", b"{}")
+
+    async def unuse(self, digest: str, node: str) -> None:
+        await self._delete(f"users/{digest.removeprefix('sha256:')}/{_quote(node)}")
+
+    async def users(self) -> dict[str, tuple[str, ...]]:
+        """Digests in use and the nodes that say so."""
+        found: dict[str, tuple[str, ...]] = {}
+        for row in await self._rows("users/"):
+            if row["last_modified"].timestamp() > time.time() - USE_S:
+                _, digest, node = row["path"].split("/", 2)
+                found[f"sha256:{digest}"] = (*found.get(f"sha256:{digest}", ()), _unquote(node))
         return found
 
     # --- images ----------------------------------------------------------------------------------------------------
@@ -229,43 +253,12 @@ class RemoteStore:
         await self._delete(f"claims/{_quote(key)}")
 
     async def gc(self, keep: Collection[str] = (), grace: float = GRACE_S) -> Removed:
-        """Remove layers without a name, a pin, a named descendant or a place in ``keep``, and what broken uploads left; nothing that
-        was written within ``grace`` seconds."""
-        self._check_writable()
-        infos = {info.digest: info for info in await self.list()}
-        pins = await self.pins()
-        todo = [digest for digest, info in infos.items() if info.names or digest in pins or digest in keep]
-        kept = {*keep, *pins}
-        while todo:
-            digest = todo.pop()
-            kept.add(digest)
-            todo += [parent for parent in (infos[digest].parents if digest in infos else ()) if parent not in kept]
-        by_layer: dict[str, list[Any]] = {}
-        for row in await self._rows("layers/"):
-            by_layer.setdefault("sha256:" + row["path"].split("/")[1], []).append(row)
-        gone, freed, young = [], 0, []
-        for digest, rows in by_layer.items():
-            if digest in kept:
-                continue
-            if max(row["last_modified"].timestamp() for row in rows) > time.time() - grace:
-                young.append(digest)
-                continue
-            for row in sorted(rows, key=lambda row: not row["path"].endswith("/info.json")):  # the record first: then it is not there
-                await self._delete(row["path"])
-                freed += row["size"]
-            gone.append(digest)
-        await self._forget_images(set(by_layer) - set(gone), grace)
-        return Removed(digests=tuple(gone), bytes=freed, in_use=tuple(young))
+        """Remove layers without a name, a pin, a user, a descendant that stays or a place in ``keep``, and what broken uploads left;
+        nothing that was written within ``grace`` seconds. Others may write, tag and fetch meanwhile."""
+        from dsec.layers import collect
 
-    async def _forget_images(self, there: set[str], grace: float) -> None:
-        """Entries of layers that are gone, and claims of nodes that are."""
-        for path in await self._paths("images/"):
-            with contextlib.suppress(NotFound):
-                if _decode(await self._get(path, path), str, path) not in there:
-                    await self._delete(path)
-        for row in await self._rows("claims/"):
-            if row["last_modified"].timestamp() <= time.time() - grace:
-                await self._delete(row["path"])
+        self._check_writable()
+        return await collect.collect(self, keep, grace)
 
     # --- objects ---------------------------------------------------------------------------------------------------
 

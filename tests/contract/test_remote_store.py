@@ -181,6 +181,35 @@ async def test_gc_takes_only_what_nobody_wants(writable: Place, tmp_path: Path) 
     assert set((await place.writer.gc(grace=-1)).digests) == {pinned, kept}
 
 
+async def test_gc_leaves_what_a_node_uses_or_becomes_wanted_meanwhile(
+    writable: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A user keeps a layer; so does one, a name or a pin that comes while gc is at work; a name that comes too late is refused."""
+    place = writable
+    used, claimed, named, pinned, loose = [await put(place, make_layer(tmp_path, seed)) for seed in range(5)]
+    await place.writer.use(used, "node/1")
+    assert await place.writer.users() == {used: ("node/1",)}
+    delete = place.writer._delete
+
+    async def meanwhile(path: str) -> None:
+        if loose.removeprefix("sha256:") in path and path.endswith("info.json"):
+            await place.reader.use(claimed, "node/2")
+            await place.reader.pin(pinned, "job")
+            await delete(path)
+            with pytest.raises(NotFound):
+                await place.reader.tag("late", loose)
+            return
+        await delete(path)
+
+    monkeypatch.setattr(place.writer, "_delete", meanwhile)
+    await place.reader.tag("n", named)
+    assert (await place.writer.gc(grace=-1)).digests == (loose,)
+    assert {info.digest for info in await place.writer.list()} == {used, claimed, named, pinned}
+    await place.writer.unuse(used, "node/1")
+    assert (await place.writer.gc(grace=-1)).digests == (used,)
+    assert await place.writer.get_range(claimed, 0, 10)
+
+
 async def test_over_http_nothing_is_written_or_listed(tmp_path: Path, layer: tuple[Path, Path, bytes]) -> None:
     """It says so instead of failing in the middle."""
     place = Place(tmp_path / "remote", "http")
