@@ -67,7 +67,8 @@ async def _to_the_end(steps: Coroutine[Any, Any, T]) -> T:
     except DsecError:
         raise
     except OSError as error:
-        raise NodeError(f"the layer store's disk: {error}", retryable=error.errno in (errno.ENOSPC, errno.EDQUOT)) from error
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        raise NodeError(f"the layer store's disk: {error}", reason="disk" if full else "", retryable=full) from error
 
 
 def find(name: str, package: str) -> str:
