@@ -388,7 +388,7 @@ class Holder(OnDemand, Zygotes, DiskStores, Heirs):
     def serve(self) -> None:
         self.epoll.register(self.listener.fileno(), select.EPOLLIN)
         while self.running:
-            for fd, _ in self.epoll.poll(self.patience(5.0)):
+            for fd, _ in self.epoll.poll(min(self.patience(5.0), self.zygote_patience())):
                 if fd == self.listener.fileno():
                     self._accept()
                 elif fd in self.edges:

@@ -14,6 +14,7 @@ import signal
 import socket
 import struct
 import sys
+import time
 from typing import Any
 
 from dsec import syscalls
@@ -24,7 +25,8 @@ REQUEST = struct.Struct("=IIII")  # magic, number, more, zero
 ANSWER = struct.Struct("=Iii")  # number, pid, errno; then a text
 FDS_A_MESSAGE = 250  # of the kernel's 253
 MAX_TEXT = 1000
-FAST_DEATHS = 20  # after so many a zygote is not started again: something is wrong with this node
+FAST_DEATHS = 20  # after so many with no launch between them a zygote is not started again: something is wrong with this node
+KILL_AFTER = 2.0  # seconds that a zygote may go on with a launch that nobody wants any more
 
 
 class Zygote:
@@ -34,6 +36,7 @@ class Zygote:
         self.pid, self.pidfd, self.sock = pid, pidfd, sock
         self.number = 0
         self.box: Sandbox | None = None
+        self.unwanted = 0.0  # since when
 
 
 class Zygotes:
@@ -45,7 +48,7 @@ class Zygotes:
 
     def __init__(self) -> None:
         self.zygotes: dict[int, Zygote] = {}  # by the number of their socket
-        self.zygote_deaths = 0
+        self.zygote_deaths = 0  # with no launch between them
         self._queue: collections.deque[tuple[Sandbox, list[int]]] = collections.deque()
 
     # What the holder gives.
@@ -110,7 +113,7 @@ class Zygotes:
         for left, part in zip(range(len(parts) - 1, -1, -1), parts, strict=True):
             head = REQUEST.pack(MAGIC, zygote.number, left, 0)
             zygote.sock.sendmsg([head], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", part))])
-        zygote.box = box
+        zygote.box, zygote.unwanted = box, 0.0
 
     def _failed(self, box: Sandbox, text: str) -> None:
         self._gone(box, {"code": -1, "signal": 0})
@@ -139,6 +142,18 @@ class Zygotes:
     def zygote_pids(self) -> set[int]:
         return {zygote.pid for zygote in self.zygotes.values()}
 
+    def zygote_patience(self) -> float:
+        """Ends a zygote that is stuck in a launch which was killed (a mount may wait for a disk). Seconds until it must be asked again."""
+        now, unwanted = time.monotonic(), False
+        for zygote in self.zygotes.values():
+            if zygote.box is None or not zygote.box.doomed:
+                continue
+            unwanted = True
+            zygote.unwanted = zygote.unwanted or now
+            if now - zygote.unwanted > KILL_AFTER:
+                syscalls.pidfd_send_signal(zygote.pidfd, signal.SIGKILL)  # its end comes as an event
+        return KILL_AFTER / 4 if unwanted else 5.0
+
     def zygote_event(self, fd: int) -> bool:
         """An answer or a death; False when the descriptor is none of theirs."""
         zygote = self.zygotes.get(fd)
@@ -162,6 +177,7 @@ class Zygotes:
             box, zygote.box = zygote.box, None
             if box is None or number != zygote.number:
                 raise Refused(f"zygote {zygote.pid} answered {number}, which nobody asked")
+            self.zygote_deaths = 0
             self._launched(box, pid, fds[0] if fds else -1, code, data[ANSWER.size :].decode(errors="replace"))
         self._hand_out_launches()
         return True
@@ -190,4 +206,7 @@ class Zygotes:
         sys.stderr.write(f"holder: zygote {zygote.pid} ended with {end}\n")
         if zygote.box is not None:
             self._failed(zygote.box, "the zygote died")
-        self._keep(len(self.zygotes) + 1)
+        try:
+            self._keep(len(self.zygotes) + 1)
+        except OSError as error:  # the next launch tries again
+            sys.stderr.write(f"holder: no other zygote: {error}\n")

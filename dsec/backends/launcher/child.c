@@ -12,6 +12,7 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <net/if.h>
+#include <poll.h>
 #include <sched.h>
 #include <stdio.h>
 #include <string.h>
@@ -109,8 +110,9 @@ static void raise_loopback(void) {
     close(fd);
 }
 
-/* Both are moved above the numbers that they get, so that neither can overwrite the other. */
+/* Both are moved above the numbers that they get, so that neither can overwrite the other. Standard error is the holder's log. */
 static void keep_two(int listener, int upper) {
+    if (dup2(0, 2) < 0) fail("leave standard error");
     int a = fcntl(listener, F_DUPFD_CLOEXEC, UPPER_FD + 1), b = fcntl(upper, F_DUPFD_CLOEXEC, UPPER_FD + 1);
     if (a < 0 || b < 0 || dup2(a, LISTENER_FD) < 0 || dup2(b, UPPER_FD) < 0) fail("hand over descriptors");
 }
@@ -140,6 +142,8 @@ void become_sandbox(const struct prepared *p) {
     if (setsid() < 0) fail("make a session");
     take_away(o);
     keep_two(p->listener, p->upper);
+    struct pollfd asked = {.fd = p->news, .events = 0};
+    if (poll(&asked, 1, 0) > 0 && asked.revents & POLLERR) _exit(113); /* whoever asked for this sandbox is gone */
     execve(o->argv[0], (char **)o->argv, (char **)o->env);
     fail("execute %s", o->argv[0]);
 }

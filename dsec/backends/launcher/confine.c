@@ -24,8 +24,9 @@ static void drop_capabilities(uint64_t keep) {
     for (int capability = 0; capability < 64; capability++) {
         int has = prctl(PR_CAPBSET_READ, capability, 0, 0, 0);
         if (has < 0) {
-            if (keep >> capability) errno = EINVAL, fail("capability %d is unknown to this kernel", capability);
-            break;
+            if (!(keep >> capability)) break;
+            while (!(keep >> capability & 1)) capability++;
+            errno = EINVAL, fail("capability %d is unknown to this kernel", capability);
         }
         if (!(keep >> capability & 1) && prctl(PR_CAPBSET_DROP, capability, 0, 0, 0)) fail("drop capability %d", capability);
         if (keep >> capability & 1 && !has) errno = EPERM, fail("capability %d is not ours to give", capability);

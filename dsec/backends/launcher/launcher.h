@@ -119,7 +119,7 @@ bool parse_order(const uint8_t *data, size_t size, const char **env, struct orde
 
 struct prepared {
     const struct order *order;
-    int overlay, upper, listener, userns, empty_namespace, empty_directory;
+    int overlay, upper, listener, userns, empty_namespace, empty_directory, news;
     const int *nodes;  /* a detached mount for each of the order's nodes */
     const int *groups; /* open files */
 };

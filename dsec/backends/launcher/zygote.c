@@ -198,6 +198,7 @@ static struct started start(void) {
         news_pipe = ends[1];
         on_failure = tell_zygote;
         prctl(PR_SET_NAME, "dsec-launch");
+        prepared.news = ends[1];
         become_sandbox(&prepared);
     }
     close(ends[1]);
