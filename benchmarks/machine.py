@@ -41,6 +41,18 @@ def figures(pids: list[int]) -> Figures:
     }
 
 
+def cpu_ms(pids: list[int]) -> float:
+    """Milliseconds of CPU that processes have used, in user and kernel mode."""
+    ticks = 0
+    for pid in pids:
+        try:
+            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        ticks += int(fields[11]) + int(fields[12])
+    return ticks * 1e3 / os.sysconf("SC_CLK_TCK")
+
+
 def _count(path: str) -> int:
     try:
         return len(os.listdir(path))

@@ -32,9 +32,11 @@ async def run(options: Namespace) -> dict[str, object]:
         live.clear()
         await density.fill(session, spec, options.n, live, 500)
         await asyncio.sleep(1.0)
+        cpu = machine.cpu_ms(pids)
         started = time.perf_counter()
         outcomes = await session.client.stop(everything=True)
         seconds = time.perf_counter() - started
+        cpu = machine.cpu_ms(pids) - cpu
         wrong = [outcome for outcome in outcomes if outcome.error is not None]
         if wrong or len(outcomes) != options.n:
             raise harness.WrongAnswer(f"{len(outcomes)} of {options.n} were stopped, {len(wrong)} with an error: {wrong[:3]}")
@@ -43,6 +45,7 @@ async def run(options: Namespace) -> dict[str, object]:
         "stop_ms_p50": harness.rounded(harness.percentile(times, 50)),
         "stop_1000_s": harness.rounded(seconds * 1000 / options.n, 3),
         "stop_ms_p99": harness.rounded(harness.percentile(times, 99)),
+        "node_cpu_ms_per_stop": harness.rounded(cpu / options.n),
         "n": options.n,
         "seconds": harness.rounded(seconds, 3),
         "left": remains,
