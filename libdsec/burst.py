@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple, Self
 from dsec.bus import codec, subjects
 from dsec.bus.messages import BurstNews, CancelRequest, CreateAck, CreateRequest, Empty, Failed, InfoReply, ReadyItem
 from dsec.bus.transport import Msg
-from dsec.errors import BurstError, DeadlineExceeded, DsecError, NodeError, SandboxGone, to_body
+from dsec.errors import BurstError, DeadlineExceeded, DsecError, NodeError, SandboxGone, from_body, to_body
 from dsec.model import ExitReason, SandboxId, SandboxSpec, State, new_ulid
 from libdsec.plan import Ledger, Slice, ranges, slices
 from libdsec.sandbox import Sandbox
@@ -133,6 +133,8 @@ class Gathering:
         if self.ledger.closed:
             return
         self._heard = asyncio.get_running_loop().time()
+        if news.waiting and self.client.on_wait is not None:
+            self.client.on_wait(news.waiting, from_body(news.why) if news.why is not None else None)
         for ready in meaning.ready:
             spec = self.specs[ready.index]
             if spec.on_client_loss == "keep":

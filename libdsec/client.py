@@ -29,6 +29,7 @@ T = TypeVar("T")
 Handles = list[Sandbox]
 Progress = Callable[[int, int], object]  # how many are done, of how many
 Outcomes = list[ItemOutcome]  # a method is called `list` below
+Ids = list[str]
 
 URL_VARIABLE, PROJECT_VARIABLE = "DSEC_URL", "DSEC_PROJECT"
 DEFAULT_URL = "nats://127.0.0.1:4222"
@@ -94,7 +95,12 @@ def connect(
 
 
 class Client:
-    """Made by `connect`. Belongs to the event loop and the process in which it was entered."""
+    """Made by `connect`. Belongs to the event loop and the process in which it was entered.
+
+    ``on_wait(count, why)`` is called now and then while ``count`` sandboxes of one create find no room; ``why`` is the last refusal.
+    """
+
+    on_wait: Callable[[int, DsecError | None], object] | None = None
 
     def __init__(self, wire: Wire, lease: Lease, *, named: bool) -> None:
         self._wire = wire
@@ -364,7 +370,7 @@ class Client:
         results += await asyncio.gather(*(self._absent(verb, sandbox_id, silent) for sandbox_id in missing))
         return results
 
-    async def _named(self, selector: Selector) -> list[str]:
+    async def _named(self, selector: Selector) -> Ids:
         """Ids of all that are chosen. A node that does not answer is asked again for a while: it may be restarting, with half the job.
 
         Raises `Unavailable` when one stays silent and nothing was found elsewhere."""

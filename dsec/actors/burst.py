@@ -110,6 +110,7 @@ class Slice:
         self.told: set[int] = set()  # of those, the ones whose refusal is an Edge's
         self.without: dict[int, frozenset[str]] = {}  # Edges that lack what it needs (a layer)
         self.attempt = 0
+        self.tell_at = 0.0  # when the caller hears next what it waits for
 
     @property
     def settled(self) -> bool:
@@ -187,6 +188,11 @@ class Slice:
                     self.why[row.index] = error.body()
                 self.waiting.append(CreateItem(spec=row.spec, first=row.index))
         return failed
+
+    def waits_for(self) -> tuple[int, ErrorBody | None]:
+        """How many wait, and the last refusal of the first of them that has one."""
+        why = next((self.why[item.first] for item in self.waiting if item.first in self.why), None)
+        return sum(item.count for item in self.waiting), why
 
     def expire(self) -> list[Failed]:
         """The deadline has passed: what waits fails with the reason of its last refusal; what is out is the Edge's to end."""

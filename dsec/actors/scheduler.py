@@ -41,6 +41,7 @@ log = structlog.get_logger("dsec.scheduler")
 _spec = msgspec.msgpack.Decoder(SandboxSpec)
 SPEC_BYTES = 400_000  # of one spec: an answer that repeats parts of it still fits one message
 FAILED_AT_ONCE = 1_000  # failures in one message: with their texts they stay far below the server's limit
+TELL_AFTER, TELL_EVERY = 1.0, 5.0  # seconds without room after which a caller hears why, and hears it again
 
 
 class Scheduler:
@@ -171,6 +172,7 @@ class Scheduler:
             lease=request.lease,
             digest=digest,
         )
+        taken.tell_at = loop.time() + TELL_AFTER
         self._spawn(self._drive(taken))
         return CreateAck(scheduler=self.name)
 
@@ -200,6 +202,7 @@ class Scheduler:
                     self._tell_failed(s, s.expire())
                     return
                 if s.waiting:
+                    self._tell_waiting(s)
                     pause = bursts.pause_before(s.attempt, self.config.retry_ms / 1000, self.config.retry_max_ms / 1000, self._rng)
                     s.attempt += 1
                     await asyncio.sleep(min(pause, left))
@@ -285,6 +288,15 @@ class Scheduler:
                     await self.bus.call(subjects.edge(self.bus.unit, edge, "launch"), request, LaunchReply, timeout=5.0)
                 except DsecError as error:
                     log.warning("scheduler.repeat_failed", edge=edge, burst=s.burst, error=str(error))
+
+    def _tell_waiting(self, s: Slice) -> None:
+        """Now and then, what it is that a slice waits for: its caller need not guess until the deadline."""
+        now = asyncio.get_running_loop().time()
+        if now < s.tell_at:
+            return
+        s.tell_at = now + TELL_EVERY
+        count, why = s.waits_for()
+        self.bus.post(s.inbox, BurstNews(burst=s.burst, waiting=count, why=why))
 
     def _tell_failed(self, s: Slice, failed: Iterable[Failed]) -> None:
         rows = list(failed)

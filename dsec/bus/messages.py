@@ -149,13 +149,18 @@ class ReadyItem(Message, frozen=True, kw_only=True):
 
 
 class BurstNews(Message, frozen=True, kw_only=True):
-    """Edge (accepted, ready, failed) or Scheduler (failed) -> the caller's inbox, batched."""
+    """Edge (accepted, ready, failed) or Scheduler (failed, waiting) -> the caller's inbox, batched.
+
+    ``waiting`` of a slice found no room for a while, for the reason ``why``; it is told now and then, and places nothing on record.
+    """
 
     burst: str
     edge: str = ""
     accepted: tuple[Placed, ...] = ()
     ready: tuple[ReadyItem, ...] = ()
     failed: tuple[Failed, ...] = ()
+    waiting: int = 0
+    why: ErrorBody | None = None
 
 
 class LeaseRenew(Message, frozen=True, kw_only=True):

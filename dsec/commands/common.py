@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 import click
 
 if TYPE_CHECKING:
+    from dsec.errors import DsecError
     from libdsec import Client
 
 T = TypeVar("T")
@@ -34,9 +35,24 @@ class Settings:
     def connect(self, **options: Any) -> Client:
         import libdsec
 
-        return libdsec.connect(
+        client = libdsec.connect(
             self.url, project=self.project, principal=self.principal, unit=self.unit, name="dsec cli", connect_timeout=2.0, **options
         )
+        client.on_wait = WaitNotes()
+        return client
+
+
+class WaitNotes:
+    """Says on standard error what a create waits for, again only when that has changed."""
+
+    def __init__(self) -> None:
+        self._said = ""
+
+    def __call__(self, count: int, why: DsecError | None) -> None:
+        reason = why.message if why is not None else "no node takes it"
+        if reason != self._said:
+            self._said = reason
+            click.echo(f"dsec: {count} {'sandbox waits' if count == 1 else 'sandboxes wait'} for room: {reason}", err=True)
 
 
 def common(function: F) -> Callable[..., Any]:

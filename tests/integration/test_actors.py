@@ -109,6 +109,22 @@ async def test_room_that_comes_in_time_is_used(box: Box) -> None:
         assert (await (await second).exec("echo x")).stdout == b"x\n"
 
 
+async def test_who_waits_for_room_hears_what_for(box: Box) -> None:
+    """While nothing is free the caller is told how many wait and for what, and gets its sandbox once there is room."""
+    await box.edge("n1", slots=1)
+    await box.watcher()
+    await box.scheduler()
+    async with box.client() as dsec:
+        told: asyncio.Queue[tuple[int, str]] = asyncio.Queue()
+        dsec.on_wait = lambda count, why: told.put_nowait((count, why.reason if why else ""))
+        first = await dsec.create(SPEC)
+        others = asyncio.create_task(dsec.create_many(SPEC, 2, min_ready=1, timeout=20))
+        async with asyncio.timeout(10):
+            assert await told.get() == (2, "slots")
+        await first.stop()
+        others.cancel()
+
+
 async def test_c35_the_cap_on_starting_holds(box: Box) -> None:
     """Of 60 that wait never more than the cap are being launched."""
     edge = await box.edge("n1", faults=Faults(launch_delay=0.01), starting_max=3)

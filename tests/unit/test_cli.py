@@ -261,3 +261,16 @@ def test_texts_for_people() -> None:
     assert common.age(1000, now=1042) == "42s"
     assert common.age(1000, now=1000 + 7200) == "2h"
     assert common.pairs(["A=1", "B"], "-e", lookup={"B": "2"}) == {"A": "1", "B": "2"}
+
+
+def test_what_a_create_waits_for_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:
+    """On standard error, with the reason, and again only when the reason has changed."""
+    from dsec.commands.common import WaitNotes
+    from dsec.errors import Busy
+
+    notes = WaitNotes()
+    for count, text in ((1, "no room on n1"), (1, "no room on n1"), (3, "no node is up")):
+        notes(count, Busy(text))
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err == "dsec: 1 sandbox waits for room: no room on n1\ndsec: 3 sandboxes wait for room: no node is up\n"
