@@ -8,7 +8,7 @@ import time
 from argparse import Namespace
 
 import libdsec
-from benchmarks import harness, machine
+from benchmarks import harness, idle, machine
 
 ABOUT = "N live sandboxes on one node: memory of each, create and exec at the first and at the last, all stopped"
 KEYS = ("live", "create_per_s", "create_ms_p50_first", "create_ms_p50_last", "mib_per_sandbox", "exec_ms_p50", "exec_ms_p99", "stop_all_s")
@@ -69,6 +69,7 @@ async def run(options: Namespace) -> dict[str, object]:
         last = await singles(session, spec, options.singles, live)
         await asyncio.sleep(2.0)
         edge_after = session.edge_rss()
+        charged = idle.charged(session.edge.name)
         spent = before["available_mib"] - machine.figures(pids)["available_mib"]
         times = [await harness.answered(random.choice(live)) for _ in range(options.execs)]
         count = len(live)
@@ -92,6 +93,7 @@ async def run(options: Namespace) -> dict[str, object]:
         "exec_ms_p50": harness.rounded(harness.percentile(times, 50), 3),
         "exec_ms_p99": harness.rounded(harness.percentile(times, 99), 3),
         "stop_all_s": harness.rounded(stopped, 2),
+        "charged_mib_per_sandbox": harness.rounded(charged / harness.MIB / count, 3),
         "edge_kib_per_sandbox": harness.rounded((edge_after - edge_before) / 1024 / count, 1),
         "loop_lag_ms_p99": harness.rounded(harness.percentile([beat.loop_lag_ms for beat in heartbeats] or [0.0], 99)),
         "left": remains,

@@ -36,6 +36,7 @@ from dsec.model import Exit, ExitReason, State
 
 log = structlog.get_logger("dsec.edge")
 _plan = msgspec.msgpack.Decoder(LaunchPlan)
+SLICE = 64  # adopted sandboxes between two looks of the loop at others
 LAG_PERIOD = 0.1  # seconds between two looks at how late the loop is
 
 
@@ -121,7 +122,9 @@ class Edge:
             freed = await backend.reap(frozenset(survivors))
             if freed:
                 log.info("edge.reaped", backend=name, count=len(freed))
-        for record in live:
+        for number, record in enumerate(live):
+            if number % SLICE == SLICE - 1:
+                await asyncio.sleep(0)  # ten thousand at once would hold the loop for half a second
             self._take_up(record, survivors.get(record.ulid), fenced, ends.get(record.ulid), now)
         log.info("edge.adopted", alive=len(survivors), ended=len(live) - len(survivors), remembered=len(self.ended))
 
