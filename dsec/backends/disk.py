@@ -23,7 +23,7 @@ from dsec.errors import NodeError, Unsupported
 CLEAR_TIMEOUT = 3.0  # seconds that a loop device takes to clear itself, at most
 MIN_STORE = 256 << 20  # what mkfs.btrfs makes a file system of that is of use
 MIN_LOOP = 8 << 20
-_EXT4 = ("-q", "-F", "-m", "0", "-I", "256", "-O", "^has_journal,^resize_inode", "-E", "lazy_itable_init=1,nodiscard,root_owner=0:0", "-b", "4096")
+_EXT4 = "-q -F -m 0 -I 256 -O ^has_journal,^resize_inode -E lazy_itable_init=1,nodiscard,root_owner=0:0 -b 4096".split()
 
 
 class Disks:
@@ -138,11 +138,13 @@ class Disks:
             raise NodeError(f"cannot make its disk ({plan.disk_mode}): {error}", reason="disk") from error
 
     def remove(self, ulid: str, box: str) -> None:
-        """What a sandbox's disk holds besides the directory ``box``. Idempotent. Raises `OSError`."""
+        """What a sandbox's disk holds besides the directory ``box``. Idempotent. Raises `OSError`, `NodeError`."""
         if "quota" in self.modes:
             with contextlib.suppress(NotADirectoryError):  # an ext4 image is a file
                 quota.remove(f"{box}/disk")
         if self.root:
+            if not os.path.isdir(self.root):  # it is reached through the holder
+                raise NodeError("the holder that has the store of disks is gone", sandbox=ulid, reason="disk")
             btrfs.remove(self.root, ulid)
 
     def names(self) -> tuple[str, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,12 @@ def kind(request: pytest.FixtureRequest, state_dir: Path) -> str:
     if request.param == "quota" and (why := quota.trouble(str(state_dir))):
         pytest.skip(f"disk=quota: {why}")
     return str(request.param)
+
+
+@pytest.fixture
+def driver(kind: str) -> str:
+    """Each kind with one driver; how a driver binds a directory is the same for btrfs and quota."""
+    return "crun" if kind in ("quota", "loop") and shutil.which("crun") else "native"
 
 
 @pytest_asyncio.fixture
@@ -167,3 +174,21 @@ async def test_what_no_record_names_is_reaped(yard: Yard, backend: Any, kind: st
     assert made.ulid in freed
     assert kind != "btrfs" or not set(disks(second).names()) & {made.ulid, half.ulid}
     assert not os.path.exists(made.state_dir)
+
+
+@pytest.mark.parametrize("kind", ["btrfs"])
+async def test_the_next_holder_has_the_same_store(yard: Yard, backend: Any, kind: str) -> None:
+    """A holder that is killed under its Edge takes no disk along: the next one has the store with what stands on it, and makes more."""
+    from tests.system.test_holder import holder_pid
+
+    before = await backend.launch(plan(yard, backend, kind))
+    os.kill(holder_pid(backend), signal.SIGKILL)
+    while backend._holder.connected:  # noqa: ASYNC110 - until it has noticed
+        await asyncio.sleep(0.01)
+    after = await backend.launch(plan(yard, backend, kind))
+    for box in (before, after):
+        assert (await sh(box, "dd if=/dev/zero of=/root/big bs=64k count=128"))[0] == 0
+        assert (await box.usage()).disk >= 8 * MIB
+        assert {before.plan.ulid, after.plan.ulid} <= set(disks(backend).names())
+    await asyncio.gather(before.stop(), after.stop())
+    assert disks(backend).names() == ()
