@@ -23,7 +23,8 @@ from dsec.errors import NodeError, Unsupported
 CLEAR_TIMEOUT = 3.0  # seconds that a loop device takes to clear itself, at most
 MIN_STORE = 256 << 20  # what mkfs.btrfs makes a file system of that is of use
 MIN_LOOP = 8 << 20
-_EXT4 = "-q -F -m 0 -I 256 -O ^has_journal,^resize_inode -E lazy_itable_init=1,nodiscard,root_owner=0:0 -b 4096".split()
+_EXT4_FEATURES = ("-O", "^has_journal,^resize_inode", "-E", "lazy_itable_init=1,nodiscard,root_owner=0:0")
+_EXT4 = ("-q", "-F", "-m", "0", "-b", "4096", "-I", "256", *_EXT4_FEATURES)
 
 
 class Disks:
