@@ -2,6 +2,7 @@
 
     python -m examples.demo            (as root; `make demo` sets the machine up first)
     python -m examples.demo --json     progress on stderr, one JSON object as the last line of stdout
+    python -m examples.demo --store .cache/store   the node has no layer: they come from a shared store (also s3://…) as they are read
 
 An embedded cluster is started for it and ended with it. Exit code 0 only if every sandbox did what it should and nothing is left.
 """
@@ -17,7 +18,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -26,7 +27,9 @@ import libdsec
 from dsec.actors.up import Cluster
 from dsec.errors import DsecError
 from dsec.layers.bootstrap import bootstrap_debian
+from dsec.layers.fetch import push
 from dsec.layers.importer import import_dir
+from dsec.layers.remote import RemoteStore
 from dsec.layers.store import LayerStore
 from dsec.model import MIB
 from examples import assets, leftovers
@@ -64,6 +67,8 @@ class Summary(msgspec.Struct):
     seconds: float
     burst_seconds: float
     groups: list[Row]
+    layers_mb: float  # what the layers hold, and what of it came to the node; 0 without --store
+    fetched_mb: float
     left_over: dict[str, int]
     machine_before: dict[str, int]
     machine_after: dict[str, int]
@@ -113,6 +118,19 @@ async def make_layers(trajectory: Trajectory, cache: Path, say: Reporter) -> tup
     first = await import_dir(store, workspace, f"{source.project}-{source.version}-bug")
     second = await import_dir(store, toolkit, "toolkit-pytest")
     return base.name, first.name, second.name
+
+
+async def share(names: Sequence[str], cache: Path, url: str, say: Reporter) -> None:
+    """Upload the layers to a store that nodes share; what is there stays."""
+    remote = RemoteStore(url, make=True)
+    for name in names:
+        await push(LayerStore(cache / "layers"), remote, name, progress=say.say)
+
+
+def fetched(store: Path) -> tuple[float, float]:
+    """MB that the node's layers hold, and what of it is on the node."""
+    sizes = [(path.stat().st_size, path.stat().st_blocks * 512) for path in (store / "blobs").glob("*.data")]
+    return round(sum(size for size, _ in sizes) / 1e6, 1), round(sum(there for _, there in sizes) / 1e6, 1)
 
 
 async def run_member(
@@ -167,27 +185,38 @@ async def job(url: str, layers: tuple[str, str, str], trajectory: Trajectory, co
     return members, took
 
 
-async def run(count: int, say: Reporter, cache: Path) -> Summary:
-    """Start a cluster, run the job, end the cluster, count what is left."""
+async def run(count: int, say: Reporter, cache: Path, store: str = "") -> Summary:
+    """Start a cluster, run the job, end the cluster, count what is left. ``store``: the node begins without any layer, and reads them from
+    there."""
     started = time.perf_counter()
     trajectory = Trajectory.load()
     mark = f"demo-{secrets.token_hex(4)}"
     before = leftovers.totals()
     state = Path(tempfile.mkdtemp(prefix=f"dsec-{mark}-"))
     members: list[Member] = []
-    took = 0.0
+    took = layers_mb = fetched_mb = 0.0
     problems: list[str] = []
+    node_store = cache / "layers"
     try:
         layers = await make_layers(trajectory, cache, say)
         say.say("starting nats-server, Scheduler, Watcher and one Edge")
-        overrides: dict[str, dict[str, object]] = {"layers": {"store_dir": str(cache / "layers")}}
+        overrides: dict[str, dict[str, object]] = {"layers": {"store_dir": str(node_store)}}
+        if store:
+            await share(layers, cache, store, say)
+            node_store = Path(tempfile.mkdtemp(prefix=f"dsec-{mark}-", dir=cache))  # on the disk that holds layers, not in memory
+            overrides = {"layers": {"store_dir": str(node_store), "remote": store}}
         async with Cluster(state, edges=(mark,), overrides=overrides) as cluster:
             members, took = await job(cluster.url, layers, trajectory, count, say)
+            if store:
+                layers_mb, fetched_mb = fetched(node_store)
+                say.say(f"of {layers_mb} MB in the store's layers {fetched_mb} MB came to the node")
             say.say("stopping")
     except DsecError as error:
         problems.append(f"{type(error).__name__}: {error}")
     finally:
         await asyncio.to_thread(shutil.rmtree, state, True)
+        if store and node_store != cache / "layers":
+            await asyncio.to_thread(shutil.rmtree, node_store, True)
     left = await gone(mark, state)
     problems += [text for member in members for text in member.all_problems()]
     problems += [f"left over: {line}" for name in left.__struct_fields__ for line in getattr(left, name)]
@@ -199,6 +228,8 @@ async def run(count: int, say: Reporter, cache: Path) -> Summary:
         seconds=round(time.perf_counter() - started, 2),
         burst_seconds=round(took, 3),
         groups=rows(members),
+        layers_mb=layers_mb,
+        fetched_mb=fetched_mb,
         left_over=left.counts(),
         machine_before=before,
         machine_after=leftovers.totals(),
@@ -221,7 +252,15 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--n", type=int, default=64, help="how many sandboxes (default 64); every eighth misbehaves on purpose")
     parser.add_argument("--json", action="store_true", help="progress on stderr, one JSON object as the last line of stdout")
     parser.add_argument("--cache", type=Path, default=CACHE, help="where layers and downloads are kept (default .cache in the checkout)")
+    parser.add_argument(
+        "--store", default="", metavar="DIR|URL", help="share the layers there, and begin with a node that has none of them"
+    )
     return parser.parse_args(arguments)
+
+
+def store_url(text: str) -> str:
+    """A directory by its whole path; the node does not start where this program does."""
+    return text if "://" in text or not text else os.path.abspath(text)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -232,7 +271,7 @@ def main(arguments: list[str] | None = None) -> int:
     say = Reporter(sys.stderr if options.json else sys.stdout)
     with asyncio.Runner() as runner:
         loop = runner.get_loop()
-        task = loop.create_task(run(options.n, say, options.cache))
+        task = loop.create_task(run(options.n, say, options.cache, store_url(options.store)))
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, task.cancel)
         try:

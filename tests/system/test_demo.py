@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from dsec import doctor
+
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root: namespaces, mounts and cgroups are made")
@@ -33,6 +35,20 @@ def test_demo_does_all_that_it_says() -> None:
     groups = summary["groups"]
     assert isinstance(groups, list)
     assert {row["group"]: row["count"] for row in groups} == {"agent": 28, "fork bomb": 1, "yes": 1, "endless loop": 1, "memory hog": 1}
+
+
+@pytest.mark.needs("root", "oci", "nats_server", "mmdebstrap", "mkfs_erofs")
+def test_demo_on_a_node_that_has_no_layer(tmp_path: Path) -> None:
+    """Base, workspace and toolkit are read from a shared store while the agents work; where the kernel can, most of them never comes."""
+    summary, done = _last_line("examples.demo", "--n", "8", "--json", "--store", str(tmp_path / "store"))
+    assert summary["problems"] == []
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert summary["as_expected"] == 8
+    layers, fetched = float(str(summary["layers_mb"])), float(str(summary["fetched_mb"]))
+    assert layers > 50
+    if not doctor.reason("fanotify") and not doctor.reason("erofs_file"):
+        assert 0 < fetched < layers / 2
+    assert summary["left_over"] == {"processes": 0, "mounts": 0, "cgroups": 0, "files": 0}
 
 
 @pytest.mark.needs("root", "oci", "nats_server", "mmdebstrap")
