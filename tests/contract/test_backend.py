@@ -183,11 +183,16 @@ async def test_pause_and_resume(box: Any) -> None:
     """A paused sandbox does nothing; pause and resume are idempotent."""
     op = new_op()
     await box.link.start(op, ExecSpec(argv=("/bin/sh", "-c", "sleep 0.3; echo done")))
+    assert not await box.stands_still()
+    paused = await box.pause()
+    # No promise that is not kept: where nothing goes to swap the result says why, and that nothing was given back.
+    assert (paused.released, paused.swapped) == (0, 0) if paused.note else paused.swapped >= 0
     await box.pause()
-    await box.pause()
+    assert await box.stands_still()
     await asyncio.sleep(0.6)
     await box.resume()
     await box.resume()
+    assert not await box.stands_still()
     assert (await box.link.wait(op, 5)).stdout.data() == b"done\n"
 
 
