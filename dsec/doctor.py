@@ -364,15 +364,25 @@ def _guest() -> Answer:
     return ("ok", wanted.name) if wanted.exists() else ("missing", "the guest binary is not built")
 
 
-@_check("docker", "`python -m benchmarks create` has no Docker to compare with", "apt-get install docker.io, or set DOCKER_HOST")
+@_check(
+    "docker",
+    'no sandbox with backend="docker", and `python -m benchmarks create` may have no Docker to compare with',
+    "apt-get install docker.io, set DOCKER_HOST, and start dockerd with --add-runtime dsec=PROGRAM (docs/docker.md)",
+)
 def _docker() -> Answer:
+    from dsec.backends.guest import build
+
     address = os.environ.get("DOCKER_HOST", "unix:///var/run/docker.sock")
     if not address.startswith("unix://"):
-        return "fallback", f"{address} is not a Unix socket and was not asked"
+        return "missing", f"{address} is not a Unix socket and was not asked"
     try:
-        return "ok", f"Engine {probes.docker_version(address.removeprefix('unix://'))}"
+        version, runtimes = probes.docker(address.removeprefix("unix://"))
     except OSError as error:
         return "missing", f"no daemon answers at {address}: {error.strerror or error}"
+    program = build.BIN / f"oci-{build.native_arch()}"
+    if "dsec" not in runtimes:
+        return "fallback", f"Engine {version}, which does not know the runtime: --add-runtime dsec={program}"
+    return "ok", f"Engine {version}, runtime {runtimes['dsec']}"
 
 
 @_check("criu", "nothing yet: no snapshots are made", "install criu >= 4")

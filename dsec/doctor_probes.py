@@ -10,6 +10,7 @@ import array
 import contextlib
 import errno
 import fcntl
+import json
 import os
 import platform
 import re
@@ -19,6 +20,7 @@ import subprocess
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from dsec import syscalls
 from dsec.layers import probe as stacking
@@ -187,17 +189,25 @@ def kvm_api() -> int:
         os.close(fd)
 
 
-def docker_version(address: str) -> str:
-    """Version of the Docker Engine that listens on a Unix socket. Raises `OSError`."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
-        sock.settimeout(2)
-        sock.connect(address)
-        sock.sendall(b"GET /version HTTP/1.0\r\nHost: docker\r\n\r\n")
-        answer = b""
-        while len(answer) < 65_536 and (piece := sock.recv(8192)):
-            answer += piece
-    found = re.search(rb'"Version":\s*"([^"]+)"', answer)
-    return found.group(1).decode() if found else "unknown"
+def docker(address: str) -> tuple[str, dict[str, str]]:
+    """Version of the Docker Engine that listens on a Unix socket, and its runtimes: name -> program. Raises `OSError`."""
+
+    def ask(path: str) -> dict[str, Any]:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+            sock.settimeout(5)
+            sock.connect(address)
+            sock.sendall(f"GET {path} HTTP/1.0\r\nHost: docker\r\n\r\n".encode())
+            answer = b""
+            while len(answer) < 1 << 20 and (piece := sock.recv(65_536)):
+                answer += piece
+        try:
+            found: dict[str, Any] = json.loads(answer.partition(b"\r\n\r\n")[2])
+        except ValueError as error:
+            raise OSError(f"{path} is not answered as a Docker Engine does") from error
+        return found
+
+    runtimes = ask("/info").get("Runtimes") or {}
+    return str(ask("/version").get("Version", "unknown")), {name: str(each.get("path", "")) for name, each in runtimes.items()}
 
 
 def number(path: str) -> int | None:
