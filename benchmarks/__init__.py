@@ -7,6 +7,6 @@ that a busy machine slows both alike.
 from __future__ import annotations
 
 NAMES = (
-    *("create", "exec", "burst", "stream", "files", "trees", "forward", "placement", "idle", "packdiff"),
+    *("create", "exec", "burst", "stream", "files", "trees", "forward", "placement", "idle", "packdiff", "disks"),
     *("density", "stop", "sustained", "ondemand", "compose", "tar_vs_erofs"),
 )

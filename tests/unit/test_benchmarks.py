@@ -33,6 +33,7 @@ KEYS = {
         *("prefetched_done_s", "cached_s", "full_pull_s", "targz_s", "docker_pull_s"),
     },
     "compose": {"mounts", "p50_us"},
+    "disks": {"rows"},
     "tar_vs_erofs": {"rows"},
     "packdiff": {"files", "mb", "seconds", "frozen_s", "tar_s", "speedup", "layer_mb"},
     "pause": {"mb", "random_share", "swap", "pause_ms", "released_share", "resume_first_exec_ms", "touch_all_ms"},
