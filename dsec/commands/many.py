@@ -131,7 +131,7 @@ def many(verb: str, help_: str) -> click.Command:
 
         results = run(work())
         if settings.json:
-            emit(results)
+            emit([{"id": item.id, "error": item.error} | ({"paused": item.paused} if verb == "pause" else {}) for item in results])
         for result in results:
             if result.error is not None:
                 click.echo(f"dsec: {result.id}: {result.error.message}", err=True)
