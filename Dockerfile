@@ -2,7 +2,7 @@
 FROM debian:12-slim
 
 RUN apt-get update \
-    && apt-get install -y --no-install-recommends python3 python3-venv crun erofs-utils mmdebstrap iproute2 nftables ca-certificates xz-utils zstd git gpgv \
+    && apt-get install -y --no-install-recommends python3 python3-venv crun erofs-utils mmdebstrap iproute2 nftables ca-certificates xz-utils zstd git gpgv btrfs-progs \
     && rm -rf /var/lib/apt/lists/*
 
 WORKDIR /opt/dsec
