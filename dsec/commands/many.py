@@ -194,6 +194,10 @@ def events_command(
     dsec events --since -10m --id ID
     """
 
+    from dsec.bus.events import known_kinds
+
+    known_kinds(kind)
+
     async def work() -> None:
         start = since if since is not None or follow else "all"
         async with settings.connect() as client:

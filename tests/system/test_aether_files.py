@@ -6,7 +6,8 @@ import asyncio
 import hashlib
 import os
 import subprocess
-from collections.abc import AsyncIterator
+import tempfile
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,14 @@ def root(state_dir: Path) -> Path:
     (state_dir / "tree").mkdir()
     (state_dir / "tree").chmod(0o777)
     return state_dir / "tree"
+
+
+@pytest.fixture
+def memory_root() -> Iterator[Path]:
+    """In memory: thousands of directories on a busy disk take as long as its journal likes."""
+    place = Path(tempfile.mkdtemp(prefix="dsec-t-", dir="/dev/shm"))
+    yield place
+    subprocess.run(["rm", "-rf", place], check=True)  # shutil recurses
 
 
 async def ask(link: Link, verb: str, path: Path | str, **fields: object) -> FileReply:
@@ -215,3 +224,34 @@ async def test_workers_leave_when_idle(box: Box, link: Link, root: Path) -> None
         if not box.processes():
             break
     assert box.processes() == []
+
+
+def _deep(top: Path, levels: int, width: int) -> None:
+    """A chain of directories, ``width`` files and one empty directory beside each, made without a path that long."""
+    at = os.open(top, os.O_RDONLY | os.O_DIRECTORY)
+    for _ in range(levels):
+        for number in range(width):
+            os.close(os.open(f"f{number}", os.O_CREAT | os.O_WRONLY, 0o600, dir_fd=at))
+        os.mkdir("beside", dir_fd=at)
+        os.mkdir("d", dir_fd=at)
+        fd = os.open("d", os.O_RDONLY | os.O_DIRECTORY, dir_fd=at)
+        os.close(at)
+        at = fd
+    os.close(at)
+
+
+@pytest.mark.parametrize(("levels", "width"), [(150, 3), (201, 1), (3000, 1)])
+async def test_a_tree_of_any_depth_is_removed(link: Link, memory_root: Path, levels: int, width: int) -> None:
+    """However deep it is, with few descriptors; what lies beside it stays, and so does what its links point to."""
+    (memory_root / "kept").mkdir()
+    (memory_root / "kept" / "file").write_text("x")
+    await asyncio.to_thread((memory_root / "t").mkdir)
+    (memory_root / "t" / "link").symlink_to(memory_root / "kept")
+    await asyncio.to_thread(_deep, memory_root / "t", levels, width)
+    with pytest.raises(Conflict):
+        await ask(link, "remove", memory_root / "t")
+    await ask(link, "remove", memory_root / "t", recursive=True)
+    assert sorted(os.listdir(memory_root)) == ["kept"]
+    assert (memory_root / "kept" / "file").read_text() == "x"
+    with pytest.raises(NotFound):
+        await ask(link, "remove", memory_root / "t", recursive=True)

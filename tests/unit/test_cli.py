@@ -123,7 +123,7 @@ def test_a_file_that_is_not_there_is_not_found() -> None:
     done = dsec("decode", "/nonexistent")
     assert (done.returncode, b"neither a file nor" in done.stderr) == (2, True)
     assert outcome.report(FileNotFoundError(2, "No such file or directory", "x"), []) == 3
-    assert b"knows no such kind" in dsec("--url", "nats://127.0.0.1:1", "events", "--kind", "start").stderr
+    assert b"no such kind of event" in dsec("--url", "nats://127.0.0.1:1", "events", "--kind", "start").stderr
 
 
 def test_a_local_repository_takes_a_revision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@
 #include <fcntl.h>
 #include <linux/openat2.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
@@ -202,15 +203,81 @@ static int do_mkdir(const struct file *f) {
     return e;
 }
 
-static int remove_at(int dir, const char *name, bool recursive, int depth) {
+enum { DEEP = 200, DEEPEST = 1 << 16 };
+struct place { dev_t dev; ino_t ino; };
+
+/* Removes what can be removed of one name; ENOTEMPTY means a directory that holds something. */
+static int remove_one(int dir, const char *name) {
     if (!unlinkat(dir, name, 0)) return 0;
-    if (errno != EISDIR && errno != EPERM) return errno;
-    if (!unlinkat(dir, name, AT_REMOVEDIR)) return 0;
-    if ((errno != ENOTEMPTY && errno != EEXIST) || !recursive) return errno;
-    if (depth > 900) return ELOOP; /* one descriptor a level */
+    if (errno != EISDIR && errno != EPERM) return errno == ENOENT ? 0 : errno;
+    if (!unlinkat(dir, name, AT_REMOVEDIR) || errno == ENOENT) return 0;
+    return errno == EEXIST ? ENOTEMPTY : errno;
+}
+
+/* Empties a tree of any depth with two descriptors: down by name, up by "..", which must be the directory that it was. `fd` is ours. */
+static int empty_deep(int fd) {
+    struct place *up = malloc(64 * sizeof *up);
+    size_t depth = 0, cap = 64;
+    int e = up ? 0 : ENOMEM;
+    while (!e) {
+        char buffer[4 << 10];
+        bool any = false, down = false;
+        long n = 0;
+        lseek(fd, 0, SEEK_SET);
+        while (!e && !down && (n = syscall(SYS_getdents64, fd, buffer, sizeof buffer)) > 0)
+            for (long at = 0; at < n && !e && !down;) {
+                struct dirent_raw *d = (struct dirent_raw *)(buffer + at);
+                at += d->reclen;
+                if (!strcmp(d->name, ".") || !strcmp(d->name, "..")) continue;
+                any = true;
+                e = remove_one(fd, d->name);
+                if (e != ENOTEMPTY) continue;
+                struct stat st;
+                int next = openat(fd, d->name, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
+                e = next < 0 || fstat(fd, &st) ? errno : 0;
+                if (!e && depth == cap) {
+                    struct place *more = cap < DEEPEST ? realloc(up, 2 * cap * sizeof *up) : NULL;
+                    if (more) up = more, cap *= 2;
+                    else e = cap < DEEPEST ? ENOMEM : ENAMETOOLONG;
+                }
+                if (e) {
+                    if (next >= 0) close(next);
+                    if (e == ENOENT) e = 0;
+                    continue;
+                }
+                up[depth++] = (struct place){st.st_dev, st.st_ino};
+                close(fd);
+                fd = next;
+                down = true;
+            }
+        if (n < 0) e = errno;
+        if (e || down || any) continue;
+        if (!depth) break;
+        struct stat st;
+        int parent = openat(fd, "..", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+        if (parent < 0 || fstat(parent, &st)) e = errno;
+        else if (st.st_dev != up[depth - 1].dev || st.st_ino != up[depth - 1].ino) e = EBUSY; /* somebody moved it: not ours to empty */
+        if (parent >= 0) {
+            close(fd);
+            fd = parent;
+        }
+        depth--;
+    }
+    close(fd);
+    free(up);
+    return e;
+}
+
+static int remove_at(int dir, const char *name, bool recursive, int depth) {
+    int e = remove_one(dir, name);
+    if (e != ENOTEMPTY || !recursive) return e;
     int fd = openat(dir, name, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
-    if (fd < 0) return errno;
-    int e = 0;
+    if (fd < 0) return errno == ENOENT ? 0 : errno;
+    if (depth >= DEEP) { /* one descriptor a level up to here */
+        e = empty_deep(fd);
+        return e ? e : remove_one(dir, name);
+    }
+    e = 0;
     for (bool again = true; again && !e;) { /* removing while reading may skip entries: read until nothing is left */
         char buffer[4 << 10];
         again = false;
@@ -223,19 +290,18 @@ static int remove_at(int dir, const char *name, bool recursive, int depth) {
                 if (!strcmp(d->name, ".") || !strcmp(d->name, "..")) continue;
                 again = true;
                 e = remove_at(fd, d->name, true, depth + 1);
-                if (e == ENOENT) e = 0;
             }
     }
     close(fd);
-    if (e) return e;
-    return unlinkat(dir, name, AT_REMOVEDIR) ? errno : 0;
+    return e ? e : remove_one(dir, name);
 }
 
 static int do_remove(const struct file *f) {
     char name[256];
     int dir = open_parent(f->path.p, name, sizeof name);
     if (dir < 0) return errno;
-    int e = remove_at(dir, name, f->flags & FF_RECURSIVE, 0);
+    struct stat st;
+    int e = fstatat(dir, name, &st, AT_SYMLINK_NOFOLLOW) ? errno : remove_at(dir, name, f->flags & FF_RECURSIVE, 0);
     close(dir);
     return e;
 }
