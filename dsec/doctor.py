@@ -173,7 +173,7 @@ def _freezer() -> Answer:
     return ("ok", f"v1 at {mounts['freezer']}") if "freezer" in mounts else ("missing", "no freezer")
 
 
-@_check("memory_reclaim", "nothing yet: a paused sandbox keeps its memory, with it or without")
+@_check("memory_reclaim", "memory of a paused sandbox is sent to swap process by process, and what a tmpfs holds by force_empty")
 def _memory_reclaim() -> Answer:
     mounts = probes.cgroup_mounts()
     if "memory" in probes.v2_controllers(mounts):
@@ -182,7 +182,7 @@ def _memory_reclaim() -> Answer:
             return "ok", "memory.reclaim"
         return "fallback", "v2 without memory.reclaim (it came with 5.19)"
     if "memory" in mounts and Path(mounts["memory"], "memory.force_empty").exists():
-        return "fallback", "v1 memory.force_empty"
+        return "fallback", "v1: MADV_PAGEOUT and memory.force_empty"
     return "fallback", "MADV_PAGEOUT"
 
 
@@ -198,7 +198,7 @@ def _cpu_idle() -> Answer:
     return "fallback", "no cpu.idle (it came with 5.15)"
 
 
-@_check("swap", "nothing yet: a paused sandbox keeps its memory, with it or without")
+@_check("swap", "a pause only freezes: the memory stays", "set pause.swap to zram or file in the configuration: the Edge makes its own")
 def _swap() -> Answer:
     active = [line.split()[0] for line in Path("/proc/swaps").read_text().splitlines()[1:]]
     if active:
@@ -230,17 +230,17 @@ _tried(
 
 @_check("mkfs_erofs", "layers are kept as plain directories", "apt-get install erofs-utils")
 def _mkfs_erofs() -> Answer:
-    path, version = probes.version_of("mkfs.erofs", "-V")
+    path, version = probes.mkfs_erofs()
     return ("ok", f"{version or 'unknown version'} at {path}") if path else ("missing", "not installed")
 
 
 @_check(
-    "mkfs_erofs_tar",
-    "tar archives are unpacked before they become a layer, and layers are not reproducible to the byte",
-    "use erofs-utils >= 1.8",
+    "mkfs_erofs_1_8",
+    "files' holes are stored as zeros, and a tree gets another digest than on nodes with 1.8",
+    "run .ci/setup, or use erofs-utils >= 1.8",
 )
-def _mkfs_erofs_tar() -> Answer:
-    path, version = probes.version_of("mkfs.erofs", "-V")
+def _mkfs_erofs_1_8() -> Answer:
+    path, version = probes.mkfs_erofs()
     if probes.at_least(version, 1, 8):
         return "ok", f"mkfs.erofs {version}"
     return "fallback", f"mkfs.erofs {version or 'of unknown version'}" if path else "mkfs.erofs is not installed"

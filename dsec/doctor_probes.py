@@ -23,6 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from dsec import syscalls
+from dsec.errors import Unsupported
+from dsec.layers import erofs
 from dsec.layers import probe as stacking
 from dsec.layers.mounts import LayerMount, open_layer
 
@@ -89,10 +91,18 @@ def v2_controllers(mounts: dict[str, str]) -> set[str]:
     return set(Path(mounts["2"], "cgroup.controllers").read_text().split())
 
 
+def mkfs_erofs() -> tuple[str, str]:
+    """Path and version of what makes layers; both empty without it."""
+    try:
+        return version_of(erofs.program(), "-V")
+    except Unsupported:
+        return "", ""
+
+
 @contextlib.contextmanager
 def erofs_image() -> Iterator[str]:
     """A tiny EROFS image made by this node's mkfs.erofs. Raises `OSError` where that cannot be done."""
-    path, _ = version_of("mkfs.erofs", "-V")
+    path, _ = mkfs_erofs()
     if not path:
         raise FileNotFoundError(errno.ENOENT, "mkfs.erofs is not installed, so it could not be tried")
     with tempfile.TemporaryDirectory(prefix="dsec-doctor-") as folder:

@@ -3,7 +3,10 @@
 What must not vary: the UUID (a fixed one), the order of entries (mkfs.erofs sorts names) and the build time. The last is the trap:
 ``-T0`` would fix it but also sets every file's mtime to 0, which makes each .pyc stale (Python starts 4 to 15 times slower). With
 SOURCE_DATE_EPOCH the build time is fixed and mtimes are only clamped to it, so the tree's newest mtime as the epoch keeps
-every mtime and varies with nothing else. Works from erofs-utils 1.5 (Debian 12) on.
+every mtime and varies with nothing else.
+
+Works from erofs-utils 1.5 (Debian 12) on. From 1.8 on holes are left out of the blob, and the images differ from those of 1.5: nodes
+that are to make the same digests need the same. Where the release has an older one, set-up builds 1.8 beside our own Python (`program`).
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ import hashlib
 import os
 import stat
 import struct
+import sys
 
 import msgspec
 
@@ -33,12 +37,22 @@ class Survey(msgspec.Struct, frozen=True):
     sockets: int = 0
 
 
+def program() -> str:
+    """The mkfs.erofs that makes layers: the one that set-up put beside our Python (DSEC_DISABLE=erofs_utils hides it), else the system's.
+
+    Raises `Unsupported` when there is none."""
+    own = os.path.join(sys.prefix, "bin", "mkfs.erofs")
+    if not syscalls.disabled("erofs_utils") and os.access(own, os.X_OK):
+        return own
+    return tools.find("mkfs.erofs", "erofs-utils")
+
+
 def available() -> bool:
     """True when images can be built here: mkfs.erofs is installed (and not hidden by DSEC_DISABLE=mkfs_erofs)."""
     if syscalls.disabled("mkfs_erofs"):
         return False
     try:
-        tools.find("mkfs.erofs", "erofs-utils")
+        program()
     except Unsupported:
         return False
     return True
@@ -94,8 +108,7 @@ async def build(
     once (`manifest`). Extended attributes (file capabilities, ACLs, user.*) are kept. ``all_root``: every entry belongs to root. Raises
     `NodeError` and leaves no image when mkfs.erofs fails, `Unsupported` when it is missing.
     """
-    program = tools.find("mkfs.erofs", "erofs-utils")
-    argv = [program, "--quiet", "-U", _UUID, *(["--all-root"] if all_root else [])]
+    argv = [program(), "--quiet", "-U", _UUID, *(["--all-root"] if all_root else [])]
     argv += [*(["--chunksize=65536", f"--blobdev={blob}"] if blob else []), image, tree]
     try:
         await tools.run(argv, env={"SOURCE_DATE_EPOCH": str(found.newest)}, progress=progress)
