@@ -43,13 +43,14 @@ def fill_tree(tree: Path, megabytes: int, seed: int = 7) -> dict[str, bytes]:
 
 
 class Server:
-    """A directory over HTTP with ranges. ``gone``: it answers nothing; ``delay``: seconds before each answer; ``lies(path, offset, data)``
-    may change what it says. ``log``: (path, offset, length) of all that was asked."""
+    """A directory over HTTP with ranges. ``gone``: it answers nothing; ``delay``: seconds before each answer; while ``held`` nobody is
+    given data; ``lies(path, offset, data)`` may change what it says. ``log``: (path, offset, length) of all that was asked."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
         self.gone = False
         self.delay = 0.0
+        self.held = False
         self.lies: Callable[[str, int, bytes], bytes] | None = None
         self.log: list[tuple[str, int, int]] = []
         self.asked = threading.Event()  # a request for data has come
@@ -65,6 +66,8 @@ class Server:
                     return
                 if self.path.endswith("/data"):
                     outer.asked.set()
+                    while outer.held:
+                        time.sleep(0.01)
                 time.sleep(outer.delay)
                 path = outer.root / self.path.strip("/").replace("%3D", "=")
                 if not path.is_file():

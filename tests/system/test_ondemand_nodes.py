@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import os
 import shutil
@@ -17,6 +18,7 @@ import pytest
 
 from dsec import doctor
 from dsec.backends.base import LaunchPlan
+from dsec.errors import DsecError
 from dsec.layers import importer
 from dsec.layers.fetch import NodeLayers, push
 from dsec.layers.remote import RemoteStore
@@ -67,6 +69,7 @@ class Base:
         for name in FILES:
             data = os.urandom(3 << 19)
             (place / f"tree{name}").write_bytes(data)
+            (place / f"tree{name}-after").write_bytes(os.urandom(5 << 20))  # more than is read ahead: the next file stays cold
             self.hashes.append(hashlib.sha256(data).hexdigest())
         self.remote = RemoteStore(str(place / "remote"), make=True)
         self.digest = asyncio.run(self._push(place))
@@ -100,7 +103,7 @@ async def cold(yard: Yard, base: Base, way: str, monkeypatch: pytest.MonkeyPatch
         pytest.skip(sentence)
     if way == "fuse":
         monkeypatch.setenv("DSEC_DISABLE", "fanotify")
-    base.server.delay = 0.0
+    base.server.delay, base.server.held = 0.0, False
     base.server.log.clear()
     base.server.asked.clear()
     yard.layers = NodeLayers(LayerStore(yard.state / "layers"), RemoteStore(base.server.url))
@@ -143,19 +146,33 @@ async def test_many_sandboxes_on_one_cold_base_fetch_each_chunk_once(leftovers: 
 async def test_holder_and_worker_killed_in_the_middle_of_a_read(leftovers: object, cold: Yard, base: Base) -> None:
     """The Edge's copies keep readers waiting; the next holder and its worker serve them."""
     backend, ref = await prepared(cold)
+    cold.layers.patience = 60.0
     box = await backend.launch(cold.plan(backend.node, base=ref, resources=SMALL))
     await hashed(box, "/etc/passwd")  # Python itself is there now
-    base.server.delay = 0.1
     for name, right, victims in zip(FILES, base.hashes, ({"worker"}, {"holder"}, {"worker", "holder"}), strict=True):
         pids = {"worker": (await backend._holder.request("ondemand"))["pid"], "holder": (await backend._holder.request("hello"))["pid"]}
         base.server.asked.clear()
+        base.server.held = True  # so that nothing comes of what is asked, also by a worker that is to be replaced
         work = asyncio.create_task(hashed(box, name))
-        assert await asyncio.to_thread(base.server.asked.wait, 10)
+        assert await asyncio.to_thread(base.server.asked.wait, 30)
         for victim in victims:
             os.kill(pids[victim], signal.SIGKILL)
+        await replaced(backend, pids["worker"])
+        base.server.held = False
         assert await work == [right]
-        await backend._ensure_holder()
     await box.stop()
+
+
+async def replaced(backend: Any, worker: int) -> None:
+    """Another worker serves, and that one is gone."""
+    end = asyncio.get_running_loop().time() + 50
+    while asyncio.get_running_loop().time() < end:
+        with contextlib.suppress(DsecError):
+            await backend._ensure_holder()
+            if (await backend._holder.request("ondemand"))["pid"] not in (0, worker) and not os.path.exists(f"/proc/{worker}"):
+                return
+        await asyncio.sleep(0.05)
+    raise AssertionError("nobody takes over")
 
 
 @both_ways_slowly
