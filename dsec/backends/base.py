@@ -179,7 +179,9 @@ class Instance(Protocol):
         ...
 
     async def resume(self) -> None:
-        """Let it go on; again is fine. It answers as soon as this returns, and its memory comes back behind. Raises `Undone` (it stands still)."""
+        """Let it go on; again is fine. It answers as soon as this returns, and its memory comes back behind.
+
+        Raises `Undone` (it stands still)."""
         ...
 
     async def stands_still(self) -> bool:
