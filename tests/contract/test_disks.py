@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from dsec.backends import quota
+from dsec.backends import btrfs, quota
 from dsec.backends.base import LaunchPlan
 from dsec.backends.disk import Disks
+from dsec.errors import Unsupported
 from dsec.model import MIB, Resources
 from tests.fixtures_backend import Yard, sh
 
@@ -192,3 +193,30 @@ async def test_the_next_holder_has_the_same_store(yard: Yard, backend: Any, kind
         assert {before.plan.ulid, after.plan.ulid} <= set(disks(backend).names())
     await asyncio.gather(before.stop(), after.stop())
     assert disks(backend).names() == ()
+
+
+@pytest.mark.parametrize("kind", ["btrfs"])
+async def test_what_the_configuration_chooses(yard: Yard, backend: Any, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With room for a store, auto means it wherever the node has no quota; a kind that is named comes first; one that is not there is
+    refused by the key's name, and a store that does not fit is none."""
+    assert backend.node.disk_modes[0] in ("quota", "btrfs")
+    await backend.shutdown()
+    monkeypatch.setenv("DSEC_DISABLE", ",".join(filter(None, (os.environ.get("DSEC_DISABLE", ""), "quota"))))
+    chosen = await yard.backend(disk="tmpfs", disk_store_bytes=STORE)
+    assert chosen.node.disk_modes[:2] == ("tmpfs", "btrfs")
+    await chosen.shutdown()
+    with pytest.raises(Unsupported) as caught:
+        await yard.backend(disk="quota", disk_store_bytes=STORE)
+    assert (caught.value.field, caught.value.value, caught.value.reason) == ("container.disk", "quota", "disk")
+    if btrfs.is_btrfs(str(yard.state)):  # which needs no store
+        return
+    room = os.statvfs(yard.state)
+    for size, word in ((1 * MIB, "less than"), (room.f_blocks * room.f_frsize, "bytes free")):
+        with pytest.raises(Unsupported) as caught:
+            await yard.backend(disk="btrfs", disk_store_bytes=size)
+        assert word in str(caught.value)
+        plain = await yard.backend(disk_store_bytes=size)
+        assert plain.node.disk_modes[0] == "tmpfs"
+        assert word in plain.capabilities.missing["disk=btrfs"]
+        await plain.shutdown()
+    assert not os.path.exists(f"{yard.state}/disks.btrfs")
