@@ -13,21 +13,43 @@ from pathlib import Path
 
 import pytest
 
+from dsec import syscalls
 from dsec.config import DockerConfig
 
 SEARCH = os.environ.get("PATH", "") + ":/usr/local/sbin:/usr/sbin:/sbin"
 START_TIMEOUT = 60.0
 
 
+class DoesNotStart(RuntimeError):
+    """With the end of its log."""
+
+
 class Dockerd:
     """One daemon; ``start`` and ``stop`` as often as a test likes."""
 
-    def __init__(self, place: Path) -> None:
+    def __init__(self, place: Path, name: str = "test") -> None:
         self.place = place
         self.socket = place / "docker.sock"
         self.config = DockerConfig(host=f"unix://{self.socket}")
-        self.group = f"dsec-test-{os.getpid()}"
+        self.group = f"dsec-{name}-{os.getpid()}"
         self._process: subprocess.Popen[bytes] | None = None
+        self._containerd: subprocess.Popen[bytes] | None = None
+
+    def _start_containerd(self) -> str:
+        """Its own process: a dockerd that is killed takes its child with it, and waits 15 s at most for the next one."""
+        address = f"{self.place}/containerd.sock"
+        if self._containerd is None or self._containerd.poll() is not None:
+            config = self.place / "containerd.toml"
+            config.write_text(
+                f'version = 2\nroot = "{self.place}/containerd"\nstate = "{self.place}/exec/containerd"\n'
+                f'disabled_plugins = ["io.containerd.grpc.v1.cri"]\n[grpc]\naddress = "{address}"\n'
+            )
+            with (self.place / "containerd.log").open("ab") as log:
+                command = ["containerd", "--config", str(config)]
+                self._containerd = subprocess.Popen(
+                    command, stdout=log, stderr=log, start_new_session=True, env={**os.environ, "PATH": SEARCH}
+                )
+        return address
 
     def start(self, *, runtimes: tuple[str, ...] | None = None) -> None:
         from dsec.backends.docker import wrapper
@@ -36,7 +58,16 @@ class Dockerd:
             runtimes = (f"dsec={wrapper()}",)
         command = ["dockerd", "--bridge", "none", "--iptables=false", "--ip6tables=false", "--ip-forward=false"]
         command += ["-H", f"unix://{self.socket}", "--data-root", f"{self.place}/data", "--exec-root", f"{self.place}/exec"]
-        command += ["-p", f"{self.place}/pid", "--cgroup-parent", f"/{self.group}", "--containerd-namespace", self.group]
+        command += [
+            "--containerd",
+            self._start_containerd(),
+            "-p",
+            f"{self.place}/pid",
+            "--cgroup-parent",
+            f"/{self.group}",
+            "--containerd-namespace",
+            self.group,
+        ]
         for runtime in runtimes:
             command += ["--add-runtime", runtime]
         with (self.place / "log").open("ab") as log:
@@ -46,7 +77,7 @@ class Dockerd:
             if self._process.poll() is not None or time.monotonic() > end:
                 text = (self.place / "log").read_text(errors="replace")[-400:]
                 self.stop()
-                pytest.skip(f"dockerd does not start here: {text}")
+                raise DoesNotStart(text)
             time.sleep(0.1)
 
     def stop(self, *, kill: bool = False) -> None:
@@ -58,12 +89,18 @@ class Dockerd:
         self._process = None
 
     def docker(self, *words: str) -> str:
-        """The output of the command line client."""
+        """The output of the command line client; what it says of a failure begins with "error"."""
         done = subprocess.run(["docker", "-H", f"unix://{self.socket}", *words], capture_output=True, text=True, check=False, timeout=60)
-        return done.stdout if done.returncode == 0 else f"error: {done.stderr}"
+        return done.stdout if done.returncode == 0 else f"error: {done.stdout}{done.stderr}"
 
     def clean(self) -> None:
         self.stop()
+        if self._containerd is not None and self._containerd.poll() is None:
+            self._containerd.terminate()
+            self._containerd.wait(timeout=60)
+        points = [line.split()[4] for line in Path("/proc/self/mountinfo").read_text().splitlines()]
+        for point in reversed([point for point in points if point.startswith(f"{self.place}/")]):  # its data, and what a kill left of it
+            syscalls.umount2(point, syscalls.MNT_DETACH)
         for hierarchy in Path("/sys/fs/cgroup").glob(f"*/{self.group}"):
             hierarchy.rmdir()
         shutil.rmtree(self.place, ignore_errors=True)
@@ -79,7 +116,10 @@ def dockerd() -> Iterator[Dockerd]:
             pytest.skip(f"{program} is not installed (apt-get install docker.io)")
     daemon = Dockerd(Path(tempfile.mkdtemp(prefix="dsec-d-", dir="/tmp")))
     try:
-        daemon.start()
+        try:
+            daemon.start()
+        except DoesNotStart as error:
+            pytest.skip(f"dockerd does not start here: {error}")
         yield daemon
     finally:
         daemon.clean()
