@@ -46,6 +46,7 @@ PAGE = 500
 LISTEN_FD, STATUS_FD, FIRST_LOWER = 3, 4, 5
 MAX_LAYERS_A_LAUNCH = 500  # overlayfs, OVL_MAX_STACK
 GUEST_LAYER = "guest"
+DEVICES = ("null", "zero", "full", "random", "urandom", "tty")  # of the node, that sandboxes share
 # Directories that exist everywhere and that nothing here needs: one of them is covered, in our own namespace only.
 ROOTS = ("/mnt", "/media", "/srv", "/opt", "/home")
 
@@ -90,6 +91,13 @@ class Holder(OnDemand, Zygotes, DiskStores, Heirs):
         self.place = next(free, "")
         if not self.place:
             raise Refused(f"none of {', '.join(ROOTS)} is free to attach roots at")
+        for name in DEVICES:  # crun gives /dev/null to root inside (fchown): the node's must refuse
+            copy = syscalls.open_tree(f"/dev/{name}")
+            try:
+                syscalls.mount_setattr(copy, attr_set=syscalls.MOUNT_ATTR_RDONLY)
+                syscalls.move_mount(copy, f"/dev/{name}")
+            finally:
+                os.close(copy)
         syscalls.mount("dsec", self.place, "tmpfs", syscalls.MS_NOSUID | syscalls.MS_NODEV, "size=256k,mode=755")
         os.mkdir(f"{self.place}/root", 0o755)
         for number in range(MAX_LAYERS_A_LAUNCH + 1):
@@ -116,7 +124,7 @@ class Holder(OnDemand, Zygotes, DiskStores, Heirs):
         for path, mode in (("proc", 0o755), ("dev", 0o755), ("dev/pts", 0o755), ("dev/shm", 0o1777)):
             os.mkdir(path, mode, dir_fd=fd)
             os.chmod(path, mode, dir_fd=fd)
-        for name in ("null", "zero", "full", "random", "urandom", "tty"):
+        for name in DEVICES:
             os.close(os.open(f"dev/{name}", os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o666, dir_fd=fd))
         for name, target in (("fd", "fd"), ("stdin", "fd/0"), ("stdout", "fd/1"), ("stderr", "fd/2")):
             os.symlink(f"/proc/self/{target}", f"dev/{name}", dir_fd=fd)

@@ -36,6 +36,7 @@ class Zygote:
         self.pid, self.pidfd, self.sock = pid, pidfd, sock
         self.number = 0
         self.box: Sandbox | None = None
+        self.dying = False
         self.unwanted = 0.0  # since when
 
 
@@ -89,15 +90,18 @@ class Zygotes:
 
     def _hand_out_launches(self) -> None:
         for zygote in list(self.zygotes.values()):
-            while zygote.box is None and self._queue:
+            while zygote.box is None and not zygote.dying and self._queue:
                 box, fds = self._queue.popleft()
-                if not box.doomed:
+                if box.doomed:
+                    self._failed(box, "killed before it was launched")
+                else:
                     try:
                         self._order(zygote, box, fds)
-                    except OSError as error:  # it is dying: its end comes as an event of its own
-                        self._failed(box, f"zygote: {error}")
-                else:
-                    self._failed(box, "killed before it was launched")
+                    except OSError:  # its end comes as an event of its own, and another takes the launch
+                        zygote.dying = True
+                        syscalls.pidfd_send_signal(zygote.pidfd, signal.SIGKILL)
+                        self._queue.appendleft((box, fds))
+                        break
                 for fd in fds:
                     os.close(fd)
         if self._queue and not self.zygotes:

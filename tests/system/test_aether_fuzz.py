@@ -19,3 +19,8 @@ def test_the_frame_parser_survives_a_second_of_mutations(tmp_path: Path) -> None
 def test_the_tar_reader_survives_two_seconds_of_mutations() -> None:
     """No crash, and nothing outside of the target, whatever the archive holds."""
     assert frames.main(["--seconds", "2", "--seed", "1", "--plain", "--what", "unpack"]) == 0
+
+
+def test_the_launchers_parser_survives_a_second_of_mutations() -> None:
+    """No read beyond a frame, and an accepted order points only into it and holds what it promises."""
+    assert frames.main(["--seconds", "1", "--seed", "1", "--plain", "--what", "launch"]) == 0

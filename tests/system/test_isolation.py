@@ -103,6 +103,27 @@ async def test_no_devices(box: Any) -> None:
     assert "nodev" in flags.split(",")
 
 
+async def test_the_nodes_devices_stay_the_nodes(box: Any, yard: Yard) -> None:
+    """No launch gives a device of the node to root inside, who could close it to everybody."""
+    names = ("null", "zero", "full", "random", "urandom", "tty")
+
+    def shown() -> dict[str, tuple[int, int, int]]:
+        found = {name: os.stat(f"/dev/{name}") for name in names}
+        return {name: (info.st_uid, info.st_gid, info.st_mode) for name, info in found.items()}
+
+    before = shown()
+    other = await yard.backends[0].launch(yard.plan(yard.backends[0].node))
+    try:
+        for name in names:
+            assert (await sh(other, f"chmod 600 /dev/{name}"))[0] != 0, name
+            assert (await sh(other, f"chown 1 /dev/{name}"))[0] != 0, name
+        assert shown() == before
+    finally:
+        for name, (uid, gid, mode) in before.items():
+            os.chown(f"/dev/{name}", uid, gid)
+            os.chmod(f"/dev/{name}", mode & 0o7777)
+
+
 async def test_no_network(box: Any) -> None:
     """There is loopback and nothing else."""
     assert (await python(box, "import socket; print([n for _, n in socket.if_nameindex()])")) == "['lo']"

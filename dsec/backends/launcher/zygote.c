@@ -96,7 +96,7 @@ static void prepare(void) {
         snprintf(path, sizeof path, "/dev/%s", NODES[i]);
         nodes[i] = clone_mount(AT_FDCWD, path, -1);
         /* Writing to a device is not writing to its mount; changing its mode, owner or times is. */
-        struct attributes device = {.set = ATTR_RDONLY | ATTR_NOSUID};
+        struct attributes device = {.set = ATTR_RDONLY | ATTR_NOSUID | ATTR_NOEXEC};
         if (syscall(SYS_MOUNT_SETATTR, nodes[i], "", AT_EMPTY_PATH, &device, sizeof device)) fail("make %s read-only", path);
     }
     int context = syscall(SYS_FSOPEN, "tmpfs", CLOEXEC_FS);
