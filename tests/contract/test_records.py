@@ -22,7 +22,7 @@ import pytest_asyncio
 import structlog
 
 from dsec.actors import run
-from dsec.actors.store import MIGRATIONS, MemoryStore, Record, SqliteStore, Store
+from dsec.actors.store import MIGRATIONS, CommandRow, MemoryStore, Record, SqliteStore, Store
 from dsec.errors import Conflict, NodeError
 from dsec.model import Exit, ExitReason, SandboxSpec, State, new_ulid
 
@@ -249,3 +249,40 @@ async def _read(directory: Path) -> list[Record]:
         return await store.open()
     finally:
         await store.close()
+
+
+async def test_commands_are_kept_with_their_sandbox(store: Store, tmp_path: Path) -> None:
+    """Rows by number, results apart; one number holds one row, a step one row of its sandbox; forgotten with it."""
+    rows = [record(0), record(1)]
+    await store.insert(rows)
+    one, two = rows[0].ulid, rows[1].ulid
+    await store.put_commands([CommandRow(ulid=one, seq=n, entry=bytes([n]), done=True) for n in (1, 2, 3)])
+    await store.put_commands([CommandRow(ulid=one, seq=4, step="s", entry=b"begun"), CommandRow(ulid=two, seq=1, step="s")])
+    assert [(row.ulid, row.seq) for row in await store.open_steps()] == [(one, 4), (two, 1)]
+    await store.put_commands([CommandRow(ulid=one, seq=4, step="s", done=True, entry=b"ended", result=b"what it was")])
+    await store.trim_commands(one, 2)
+    await store.drop_commands(two, [1])
+    assert [(row.seq, row.step, row.done, row.entry) for row in await store.commands(one)] == [
+        (3, "", True, b"\x03"),
+        (4, "s", True, b"ended"),
+    ]
+    assert await store.commands(two) == []
+    assert await store.open_steps() == []
+    assert (await store.result(one, 4), await store.result(one, 9)) == (b"what it was", b"")
+    rows[0].state, rows[0].ended_ts = State.STOPPED, 10.0
+    await store.update(rows[0])
+    await store.prune([one])
+    assert await store.commands(one) == []
+
+
+async def test_records_of_an_earlier_version_get_their_commands(tmp_path: Path) -> None:
+    """A database that was made before there were commands is brought up to date, and keeps what it has."""
+    with sqlite3.connect(tmp_path / "edge.db") as db:
+        for statement in MIGRATIONS[0]:
+            db.execute(statement)
+        db.execute("PRAGMA user_version=1")
+    store = SqliteStore(tmp_path)
+    assert await store.open() == []
+    await store.put_commands([CommandRow(ulid="u", seq=1, step="s")])
+    assert [row.step for row in await store.open_steps()] == ["s"]
+    await store.close()

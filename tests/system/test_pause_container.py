@@ -16,6 +16,7 @@ import pytest_asyncio
 import libdsec
 from dsec.actors.up import Cluster
 from dsec.layers.bootstrap import bootstrap_tiny
+from dsec.layers.importer import import_dir
 from dsec.layers.store import LayerStore
 from dsec.model import State
 from dsec.qos import swap
@@ -77,9 +78,27 @@ async def sb(cluster: Cluster) -> AsyncIterator[libdsec.Sandbox]:
 @asynccontextmanager
 async def cluster_with(state_dir: Path, edge: str, kind: str) -> AsyncIterator[tuple[Cluster, libdsec.client.Client]]:
     cluster = Cluster(state_dir, edges=(edge,), overrides={"pause": {"swap": kind, "swap_bytes": 512 << 20}, "edge": {"sweep_ms": 100}})
-    await bootstrap_tiny(LayerStore(cluster.layer_store))
+    await base(LayerStore(cluster.layer_store))
     async with cluster, libdsec.connect(cluster.url) as dsec:
         yield cluster, dsec
+
+
+async def base(store: LayerStore) -> None:
+    """The layer "busybox"; of this machine's own, where it has one: it may have no archive to fetch it from."""
+    if (program := shutil.which("busybox")) is None:
+        await bootstrap_tiny(store)
+        return
+    with tempfile.TemporaryDirectory() as place:
+        tree = Path(place)
+        for name in ("bin", "tmp", "proc", "sys", "dev", "etc", "root"):
+            (tree / name).mkdir()
+        shutil.copy2(program, tree / "bin/busybox")
+        names = await asyncio.create_subprocess_exec(program, "--list", stdout=asyncio.subprocess.PIPE)
+        for name in (await names.communicate())[0].decode().split():
+            if name != "busybox":
+                (tree / "bin" / name).symlink_to("busybox")
+        (tree / "tmp").chmod(0o1777)
+        await import_dir(store, tree, "busybox")
 
 
 async def hold(sb: libdsec.Sandbox) -> str:
@@ -173,7 +192,8 @@ async def test_a_job_through_kill_9_of_its_edge(state_dir: Path, edge_name: str,
     """Killed in the middle of a job's pause, and again when all is paused: adopted as paused on the swap that is there, resumed whole,
     stopped while paused; and then neither processes nor swap are left."""
     async with cluster_with(state_dir, edge_name, kind) as (cluster, dsec):
-        spec = libdsec.spec("busybox", **OPTIONS, labels={"job": "j"})
+        options: libdsec.Options = {**OPTIONS, "labels": {"job": "j"}}
+        spec = libdsec.spec("busybox", **options)
         made = await dsec.create_many(spec, 6)
         sums = await asyncio.gather(*(hold(sb) for sb in made[:2]))
         edge = cluster.edges[edge_name]
