@@ -19,7 +19,7 @@ from pathlib import Path
 
 import msgspec
 
-from benchmarks import harness
+from benchmarks import harness, machine
 from benchmarks.placement import CALLER, make_specs, seen, simulated
 from dsec.actors.up import Cluster
 from dsec.bus import subjects
@@ -160,10 +160,14 @@ async def run(options: Namespace) -> dict[str, object]:
 
             deaths = asyncio.create_task(die())
             rss = {child.name: harness.rss(child.pid) for child in cluster.children}
+            pids = {child.name: [child.pid] for child in cluster.children} | {"edges": [child.pid for child in children]}
+            cpu = {name: machine.cpu_ms(group) for name, group in pids.items()} | {"client": time.process_time() * 1e3}
             started = time.perf_counter()
             behind = await driver.run(specs, options.rate, seconds)
             lost = await driver.settled(DEADLINE + 10)
             took = time.perf_counter() - started
+            used = {name: machine.cpu_ms(group) - cpu[name] for name, group in pids.items()}
+            used["client"] = time.process_time() * 1e3 - cpu["client"]
             grown = {child.name: harness.rounded((harness.rss(child.pid) - rss[child.name]) / harness.MIB, 1) for child in cluster.children}
             await deaths
             refused = await refused_by(children)
@@ -184,6 +188,7 @@ async def run(options: Namespace) -> dict[str, object]:
         "burst_ms_p99": harness.rounded(harness.percentile(times, 99)),
         "behind_s": harness.rounded(behind, 3),
         "grown_mib": grown,
+        "cores": {name: harness.rounded(spent / 1e3 / took) for name, spent in used.items()},
         "features": {"admission_ledger": True, "launch": False, "disk": False, "schedulers": options.schedulers, "edges": options.edges},
         "driver": "libdsec's slices over nats-server to the production Scheduler; simulated Edges",
     }
