@@ -294,16 +294,13 @@ def _on_demand() -> Answer:
 def _disk_limit() -> Answer:
     try:
         config = load()
-        where = config.edge.state_dir
-        while not os.path.isdir(where):
-            where = os.path.dirname(where) or "/"
-        disks = Disks(where, config.container.disk, config.container.disk_store_bytes)
-        disks.look(userns=config.container.userns and not syscalls.disabled("userns"), make=False)
+        room = config.container
+        disks = Disks.seen(config.edge.state_dir, room.disk, room.disk_store_bytes, userns=room.userns and not syscalls.disabled("userns"))
     except (InvalidRequest, Unsupported) as error:
         return "missing", str(error)
     used = disks.modes[0]
-    better = [f"{name}: {why}" for name, why in disks.missing.items() if config.container.disk == "auto" and name != "disk=loop"]
-    found = f"{used} at {where}" + (f" ({'; '.join(better)})" if better else "")
+    better = [f"{name}: {why}" for name, why in disks.missing.items() if room.disk == "auto" and name != "disk=loop"]
+    found = f"{used} at {disks.state}" + (f" ({'; '.join(better)})" if better else "")
     return ("fallback" if used == "tmpfs" else "ok"), found
 
 

@@ -41,6 +41,18 @@ class Disks:
         self.in_image = False  # the store of subvolumes is a file, and the holder mounts it
         self.root = ""  # that store as this process reaches it
 
+    @classmethod
+    def seen(cls, state_dir: str, wanted: str, store_bytes: int, userns: bool = True) -> Disks:
+        """The disks that an Edge would find there, with nothing made; a directory that is not there yet will be on its parent's file system.
+
+        Raises `Unsupported` as `look`."""
+        where = state_dir
+        while not os.path.isdir(where):
+            where = os.path.dirname(where) or "/"
+        disks = cls(where, wanted, store_bytes)
+        disks.look(userns, make=False)
+        return disks
+
     def look(self, userns: bool, make: bool = True) -> None:
         """Find out what there is, and ``make`` the btrfs store where it is wanted.
 

@@ -135,6 +135,7 @@ def inspect_command(settings: Settings, target: str, plan: bool, config: str | N
 
 async def plan_of(image: str, given: dict[str, Any], config: str | None, directory: str | None = None) -> Any:
     """The LaunchPlan that this node would hand to its backend."""
+    from dsec.backends.disk import Disks
     from dsec.backends.plan import Node, make_plan
     from dsec.config import load
     from dsec.layers import stack
@@ -144,7 +145,11 @@ async def plan_of(image: str, given: dict[str, Any], config: str | None, directo
     spec = make_spec(image, given)
     loaded = load(config)
     edge = loaded.edge.name or "here"
-    node = Node(edge=edge, state_dir=loaded.edge.state_dir, cgroup_root=loaded.container.cgroup_root or "dsec", backends=(spec.backend,))
+    room = loaded.container
+    modes = ("tmpfs", "dir") if spec.backend == "fake" else Disks.seen(loaded.edge.state_dir, room.disk, room.disk_store_bytes).modes
+    node = Node(
+        edge=edge, state_dir=loaded.edge.state_dir, cgroup_root=room.cgroup_root or "dsec", backends=(spec.backend,), disk_modes=modes
+    )
     if spec.backend == "fake":
         refs: tuple[LayerRef, ...] = tuple(LayerRef(name=name, digest="sha256:" + "0" * 64) for _, _, name in stack.names(spec))
         configs = []
