@@ -43,7 +43,7 @@ class Disks:
 
     @classmethod
     def seen(cls, state_dir: str, wanted: str, store_bytes: int, userns: bool = True) -> Disks:
-        """The disks that an Edge would find there, with nothing made; a directory that is not there yet will be on its parent's file system.
+        """The disks that an Edge would find there, with nothing made. A directory that is not there yet is looked for in its parent.
 
         Raises `Unsupported` as `look`."""
         where = state_dir
