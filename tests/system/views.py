@@ -192,7 +192,7 @@ def verdicts(programs: list[bytes], machine: str) -> dict[str, str]:
         for number in range(max(names) + 100):
             asked = number | X32_BIT if arch == "x32" else number
             answers = [evaluate(program, _ARCHES[arch], asked) for program in programs]
-            value = min(answers, key=lambda answer: _strictness(answer)) if answers else 0x7FFF0000
+            value = min(answers, key=_strictness) if answers else 0x7FFF0000
             found[f"{arch} {names.get(number, number)}"] = ACTIONS.get(value, hex(value))
     return found
 
