@@ -145,9 +145,9 @@ def document(native: View, crun: View, docker: View | None) -> str:
         "",
         (
             f"Written by `python -m tests.system.differential` on Linux {platform.release().split('-')[0]}, {platform.machine()}; "
-            "`tests/system/test_differential.py` compares again, and fails on a difference that has no reason here. Compared are namespaces and "
-            "who governs them, ids, capabilities, no_new_privs, resource limits, mounts with their flags, /dev, what of /proc can be read, and "
-            "the verdict of the seccomp filter, as the kernel holds it, on every number of every ABI."
+            "`tests/system/test_differential.py` compares again, and fails on a difference that has no reason here. Compared are "
+            "namespaces and who governs them, ids, capabilities, no_new_privs, resource limits, mounts with their flags, /dev, what "
+            "of /proc can be read, and the verdict of the seccomp filter, as the kernel holds it, on every number of every ABI."
         ),
         "",
         f"Compared: {sum(len(part) for part in native.values())} facts, of them {len(native.get('seccomp', {}))} verdicts.",
