@@ -7,33 +7,25 @@ import os
 import socket
 from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Literal, NoReturn, Self, TypeVar, Unpack
+from typing import Any, Literal, NoReturn, Self, Unpack
 
-import msgspec
-
-from dsec.bus import subjects
-from dsec.bus.messages import ClusterView, Empty, Event, InfoReply, Lease, ListReply, ManyReply, PauseReply, Selector
+from dsec.bus.messages import ClusterView, Event, Lease
 from dsec.bus.subjects import Caller
 from dsec.bus.transport import Msg, Subscription
-from dsec.errors import DeadlineExceeded, DsecError, InvalidRequest, NotFound, SandboxGone, Unavailable, from_body
-from dsec.model import ExitReason, SandboxId, SandboxInfo, SandboxSpec, State, check_project, new_ulid
+from dsec.errors import DsecError, InvalidRequest, Unavailable
+from dsec.model import SandboxId, SandboxSpec, State, check_project, new_ulid
 from libdsec.burst import Burst, Gathering, create_one
 from libdsec.lease import LeaseKeeper
+from libdsec.many import Many, gone
 from libdsec.plan import expand
-from libdsec.results import ItemOutcome
 from libdsec.sandbox import Sandbox
-from libdsec.spec import Options, labels_map, milliseconds, spec, text, whole, wrong
+from libdsec.spec import Options, labels_map, milliseconds, spec, text, wrong
 from libdsec.wire import Wire
 
-T = TypeVar("T")
-Handles = list[Sandbox]
-Progress = Callable[[int, int], object]  # how many are done, of how many
-Outcomes = list[ItemOutcome]  # a method is called `list` below
-Ids = list[str]
+Handles = list[Sandbox]  # a method is called `list`
 
 URL_VARIABLE, PROJECT_VARIABLE = "DSEC_URL", "DSEC_PROJECT"
 DEFAULT_URL = "nats://127.0.0.1:4222"
-MANY_TIMEOUT = 30.0  # seconds for a request to every Edge
 STOP_PARALLEL = 64
 AFTERTHOUGHT = 120.0  # seconds in which a create that ended may still be answered
 
@@ -94,7 +86,7 @@ def connect(
     return Client(wire, Lease(id=lease or new_ulid(), ttl_ms=ttl), named=lease is not None)
 
 
-class Client:
+class Client(Many):
     """Made by `connect`. Belongs to the event loop and the process in which it was entered.
 
     ``on_wait(count, why)`` is called now and then while ``count`` sandboxes of one create find no room; ``why`` is the last refusal.
@@ -103,7 +95,7 @@ class Client:
     on_wait: Callable[[int, DsecError | None], object] | None = None
 
     def __init__(self, wire: Wire, lease: Lease, *, named: bool) -> None:
-        self._wire = wire
+        super().__init__(wire)
         self._leases = LeaseKeeper(wire, lease, named=named)
         self._gatherings: dict[str, Gathering] = {}
         self._news: Subscription | None = None
@@ -149,10 +141,6 @@ class Client:
     def lease(self) -> str:
         """The id of this client's lease, for ``connect(lease=…)``."""
         return self._leases.lease.id
-
-    @property
-    def project(self) -> str:
-        return self._wire.caller.project
 
     # ------------------------------------------------------------------ making sandboxes
     def sandbox(self, image: str | SandboxSpec, *, timeout: float = 120.0, **options: Unpack[Options]) -> SandboxContext:
@@ -255,72 +243,7 @@ class Client:
         sandbox.layers, sandbox.degraded = info.layers, info.degraded
         return sandbox
 
-    # ------------------------------------------------------------------ many at once
-    async def list(
-        self,
-        labels: Mapping[str, str] | None = None,
-        *,
-        ids: Iterable[str] = (),
-        states: Iterable[str] = (),
-        stopped: bool = False,
-        stuck: bool = False,
-    ) -> list[SandboxInfo]:
-        """Sandboxes of this project on all nodes, oldest first; ``stopped``: also those that ended and are remembered.
-
-        Nodes that did not answer are named in a warning of the log; `nodes` shows them.
-        """
-        selector = _selector(labels, ids, states, stopped=stopped, stuck=stuck)
-        replies, silent = await self._wire.everyone("list", selector, ListReply, timeout=MANY_TIMEOUT / 3)
-        if silent:
-            self._wire.log.warning("client.nodes_silent", nodes=silent, verb="list")
-        found = [info for reply in replies for info in reply.sandboxes]
-        todo = [reply for reply in replies if reply.more and reply.sandboxes]
-        while todo:  # an answer is one message: the rest of a node's list is asked for page by page
-            page = todo.pop()
-            rest = msgspec.structs.replace(selector, edge=page.edge, after=page.sandboxes[-1].id)
-            for reply in (await self._wire.everyone("list", rest, ListReply, timeout=MANY_TIMEOUT / 3))[0]:
-                if reply.edge == page.edge:
-                    found += reply.sandboxes
-                    todo += [reply] if reply.more and reply.sandboxes else []
-        return sorted(found, key=lambda info: (info.created_ts, info.id))
-
-    async def stop(self, labels: Mapping[str, str] | None = None, *, ids: Iterable[str] = (), everything: bool = False) -> Outcomes:
-        """End all that carry these labels (or have these ids, or all of the project); what became of each."""
-        return await self._many("stop", labels, ids, everything)
-
-    async def pause(
-        self,
-        labels: Mapping[str, str] | None = None,
-        *,
-        ids: Iterable[str] = (),
-        everything: bool = False,
-        progress: Progress | None = None,
-        parallel: int = 64,
-    ) -> Outcomes:
-        """Freeze a job and give its memory back: what became of each sandbox, and what its pause gave (`ItemOutcome.paused`).
-
-        Commands that run stand still, and their time-outs with them; who waits for one goes on waiting. Any other request resumes its
-        sandbox. ``parallel`` are asked at one time; ``progress(done, all)`` is called as they come. One that fails runs on.
-        """
-        return await self._one_by_one("pause", labels, ids, everything, progress, parallel)
-
-    async def resume(
-        self,
-        labels: Mapping[str, str] | None = None,
-        *,
-        ids: Iterable[str] = (),
-        everything: bool = False,
-        progress: Progress | None = None,
-        parallel: int = 64,
-    ) -> Outcomes:
-        """Thaw a job; what became of each sandbox. On a full node they come before anybody's creates, and `Busy` is the outcome of those
-        for which there was no room in time."""
-        return await self._one_by_one("resume", labels, ids, everything, progress, parallel)
-
-    async def prune(self, labels: Mapping[str, str] | None = None, *, ids: Iterable[str] = ()) -> Outcomes:
-        """Forget sandboxes that have ended; those that it named. How they ended is then no longer known."""
-        return await self._many("prune", labels, ids, everything=True)
-
+    # ------------------------------------------------------------------ the cluster
     async def nodes(self) -> ClusterView:
         """The Watcher's view: nodes with load and states, how old each is, and those lost. Raises `Unavailable` without a Watcher."""
         view = await self._wire.view(timeout=5.0)
@@ -353,132 +276,7 @@ class Client:
             async for event in reader:
                 yield event
 
-    async def _many(self, verb: str, labels: Mapping[str, str] | None, ids: Iterable[str], everything: bool) -> Outcomes:
-        chosen = _selector(labels, ids, ())
-        if not chosen.labels and not chosen.ids and not everything:
-            raise wrong(f"would {verb} every sandbox of the project", "labels", "", "give labels or ids, or everything=True")
-        replies, silent = await self._wire.everyone(verb, chosen, ManyReply, timeout=MANY_TIMEOUT)
-        if silent and not replies:
-            raise Unavailable(f"no node answers: {', '.join(silent[:5])}", reason="silent", fix="see `dsec node ls`")
-        results = [
-            ItemOutcome(id=item.id, error=None if item.error is None else from_body(item.error))
-            for reply in replies
-            for item in reply.results
-        ]
-        seen = {result.id for result in results}
-        missing = [sandbox_id for sandbox_id in chosen.ids if sandbox_id not in seen]
-        results += await asyncio.gather(*(self._absent(verb, sandbox_id, silent) for sandbox_id in missing))
-        return results
-
-    async def _named(self, selector: Selector) -> Ids:
-        """Ids of all that are chosen. A node that does not answer is asked again for a while: it may be restarting, with half the job.
-
-        Raises `Unavailable` when one stays silent and nothing was found elsewhere."""
-        end = asyncio.get_running_loop().time() + MANY_TIMEOUT / 2
-        found: dict[str, None] = {}
-        while True:
-            replies, silent = await self._wire.everyone("list", selector, ListReply, timeout=MANY_TIMEOUT / 6)
-            found |= {info.id: None for reply in replies for info in reply.sandboxes}
-            if any(reply.more for reply in replies):
-                found |= {info.id: None for info in await self.list(selector.labels, ids=selector.ids)}
-            if not silent:
-                return list(found)
-            if asyncio.get_running_loop().time() > end:
-                break
-            await asyncio.sleep(0.2)
-        if not found:
-            raise Unavailable(f"nodes do not answer: {', '.join(silent[:5])}", reason="silent", fix="see `dsec node ls`")
-        self._wire.log.warning("client.nodes_silent", nodes=silent, verb="list")
-        return list(found)
-
-    async def _one_by_one(
-        self,
-        verb: Literal["pause", "resume"],
-        labels: Mapping[str, str] | None,
-        ids: Iterable[str],
-        everything: bool,
-        progress: Progress | None,
-        parallel: int,
-    ) -> Outcomes:
-        """A request for each, which is repeated while its node is away: an Edge that restarts in between is asked again."""
-        chosen = _selector(labels, ids, ())
-        if not chosen.labels and not chosen.ids and not everything:
-            raise wrong(f"would {verb} every sandbox of the project", "labels", "", "give labels or ids, or everything=True")
-        whole(parallel, "parallel", 1, 10_000)
-        todo = list(chosen.ids) if chosen.ids and not chosen.labels else await self._named(chosen)
-        view = await self._wire.view(timeout=2.0)
-        nodes = {node.edge for node in view.nodes}.union(view.expected) if view is not None else set()
-        gate = asyncio.Semaphore(parallel)
-        done = 0
-
-        async def one(sandbox_id: str) -> ItemOutcome:
-            nonlocal done
-            sid = SandboxId.parse(sandbox_id)
-            patience = MANY_TIMEOUT * 2 if sid.edge in nodes else MANY_TIMEOUT / 6  # a node that nobody knows need not be waited for
-            async with gate:
-                try:
-                    reply: PauseReply | Empty = await self._request(
-                        sid, verb, Empty(), PauseReply if verb == "pause" else Empty, timeout=patience, each=45.0
-                    )
-                    result = ItemOutcome(id=sandbox_id, paused=reply.paused if isinstance(reply, PauseReply) else None)
-                except DsecError as error:
-                    result = ItemOutcome(id=sandbox_id, error=error)
-            done += 1
-            if progress is not None:
-                progress(done, len(todo))
-            return result
-
-        return list(await asyncio.gather(*(one(sandbox_id) for sandbox_id in todo)))
-
-    async def _absent(self, verb: str, sandbox_id: str, silent: Sequence[str]) -> ItemOutcome:
-        """What to say of an id that no Edge has among the living. Stopping what has ended is fine."""
-        error: DsecError
-        if SandboxId.parse(sandbox_id).edge in silent:
-            error = Unavailable("its node does not answer", sandbox=sandbox_id, reason="silent")
-            return ItemOutcome(id=sandbox_id, error=error)
-        try:
-            info = (await self._request(SandboxId.parse(sandbox_id), "info", Empty(), InfoReply, timeout=5.0, repeat=False)).info
-        except (Unavailable, DeadlineExceeded):
-            error = NotFound("no such sandbox, or its node is away", sandbox=sandbox_id)
-        except DsecError as problem:
-            error = problem
-        else:
-            if verb == "stop":
-                return ItemOutcome(id=sandbox_id)
-            error = gone(sandbox_id, info)
-        return ItemOutcome(id=sandbox_id, error=error)
-
     # ------------------------------------------------------------------ inside
-    async def _request(
-        self,
-        sandbox: SandboxId,
-        verb: str,
-        message: Any,
-        type_: type[T],
-        *,
-        timeout: float = 30.0,
-        each: float = 10.0,
-        repeat: bool = True,
-        bulk: bool = False,
-    ) -> T:
-        """A request to a sandbox's Edge; with ``repeat``, again while nobody answers."""
-        subject = subjects.sandbox(self._wire.unit, verb, self._wire.caller, sandbox)
-        transport = await self._wire.bulk() if bulk else None
-        if not repeat:
-            return await self._wire.ask(subject, message, type_, timeout=timeout, transport=transport)
-        what = f"the node of sandbox {sandbox}"
-        try:
-            return await self._wire.ask_again(subject, message, type_, timeout=timeout, each=each, transport=transport, what=what)
-        except Unavailable:
-            await self._raise_if_lost(sandbox)
-            raise
-
-    async def _raise_if_lost(self, sandbox: SandboxId) -> None:
-        """A node that the Watcher has declared lost does not come back with its sandboxes: they are gone."""
-        view = await self._wire.view(timeout=0.5)
-        if view is not None and sandbox.edge in view.lost:
-            raise SandboxGone(f"has ended: its node {sandbox.edge} is lost", sandbox=str(sandbox), reason=ExitReason.NODE_LOST.value)
-
     async def _stop_all(self, sandboxes: Sequence[Sandbox]) -> None:
         """Stop many, a bounded number at a time. Cancelled or failed, the lease drops what is left."""
         gate = asyncio.Semaphore(STOP_PARALLEL)
@@ -546,13 +344,6 @@ class SandboxContext:
         return False
 
 
-def gone(sandbox_id: str, info: SandboxInfo) -> SandboxGone:
-    """The error for a handle to one that has ended: when and why is in ``info.exit``."""
-    if info.exit is None:
-        return SandboxGone("has ended", sandbox=sandbox_id)
-    return SandboxGone(f"has ended ({info.exit.reason}): {info.exit.detail}".rstrip(": "), sandbox=sandbox_id, reason=str(info.exit.reason))
-
-
 def _spec_of(image: str | SandboxSpec, options: Options) -> SandboxSpec:
     if isinstance(image, SandboxSpec):
         if options:
@@ -563,14 +354,3 @@ def _spec_of(image: str | SandboxSpec, options: Options) -> SandboxSpec:
 
 def _beside_a_spec(options: Options) -> InvalidRequest:
     return wrong("cannot be given beside a whole spec", next(iter(options)), "", "put it into libdsec.spec(…)")
-
-
-def _selector(
-    labels: Mapping[str, str] | None, ids: Iterable[str], states: Iterable[str], *, stopped: bool = False, stuck: bool = False
-) -> Selector:
-    chosen = tuple(str(SandboxId.parse(item)) for item in ids)
-    try:
-        wanted = tuple(State(state) for state in states)
-    except ValueError as error:
-        raise wrong(str(error), "states", "", f"use {', '.join(State)}") from error
-    return Selector(labels=labels_map(labels), ids=chosen, states=wanted, stopped=stopped, stuck=stuck)

@@ -210,7 +210,7 @@ class Wire:
             await self.listen(subjects.view(self.unit), self._views.take)
         return await self._views.latest(timeout)
 
-    async def everyone(self, verb: str, message: Any, type_: type[E], *, timeout: float) -> tuple[list[E], list[str]]:
+    async def everyone(self, verb: str, message: Any, type_: type[E], *, timeout: float, below: bool = False) -> tuple[list[E], list[str]]:
         """Every Edge's answer, and the names of those that the Watcher knows and that stayed silent for ``timeout`` seconds.
 
         Raises the first error when nobody answered with anything else.
@@ -227,7 +227,7 @@ class Wire:
             heard.add(answer.edge)
             return known is not None and heard >= known - late
 
-        subject = subjects.everyone(self.unit, verb, self.caller)
+        subject = subjects.everyone(self.unit, verb, self.caller, below=below)
         # Without a Watcher nobody knows how many there are: two seconds are enough for those that are well.
         wait = min(timeout, 2.0) if known is None or not known - late else timeout
         answers, errors = await call.scatter(self.guard(), subject, message, type_, timeout=wait, expect=complete)

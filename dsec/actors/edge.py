@@ -63,6 +63,7 @@ class Edge:
         self.ended: OrderedDict[str, tuple[Record, Story]] = OrderedDict()  # oldest end first
         self.requests: dict[tuple[str, str, str, int], str] = {}  # (principal, project, burst, index) -> ulid
         self.owners: Counter[str] = Counter()  # live sandboxes by principal
+        self.stood_on: dict[str, int] = {}  # live sandboxes by layer
         self.alone: Counter[str] = Counter()  # of those, the ones with isolation="user"
         self.draining = False
         self.adopting = True
@@ -384,6 +385,8 @@ class Edge:
         self.owners[sandbox.record.principal] += 1
         if sandbox.record.spec.isolation == "user":
             self.alone[sandbox.record.principal] += 1
+        for layer in sandbox.record.layers:
+            self.stood_on[layer.digest] = self.stood_on.get(layer.digest, 0) + 1
 
     def leave(self, sandbox: Sandbox) -> bool:
         """It lives here no more; False when it did not."""
@@ -392,6 +395,10 @@ class Edge:
         self.owners -= Counter((sandbox.record.principal,))
         if sandbox.record.spec.isolation == "user":
             self.alone -= Counter((sandbox.record.principal,))
+        for layer in sandbox.record.layers:
+            self.stood_on[layer.digest] -= 1
+            if not self.stood_on[layer.digest]:
+                del self.stood_on[layer.digest]
         return True
 
     def exclusive(self) -> str:
@@ -415,6 +422,7 @@ class Edge:
             principals=dict(self.owners),
             exclusive=self.exclusive(),
             draining=self.draining or self.adopting or self.stopping,
+            layers=len(self.stood_on),
             loop_lag_ms=round(lag * 1000, 3),
             leaving=leaving,
             tmpfs_upper=self.host.tmpfs_upper,

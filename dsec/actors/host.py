@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -65,7 +66,7 @@ class FakePlanner:
         for _, field, name in stack.names(spec):
             if name.startswith("missing"):
                 raise NotFound("no such layer", field=field, value=name, fix="the fake backend has every other name")
-            refs.append(LayerRef(name=name, digest="sha256:" + "0" * 64))
+            refs.append(LayerRef(name=name, digest="sha256:" + hashlib.sha256(name.encode()).hexdigest()))
         return Resolved(tuple(refs))
 
 

@@ -16,6 +16,7 @@ import msgspec
 from dsec.actors.edge import Edge
 from dsec.actors.pump import Pump, Readers, bounded
 from dsec.actors.sandbox import Sandbox, ended
+from dsec.actors.store import Record
 from dsec.backends.base import PackOrder
 from dsec.bus import subjects
 from dsec.bus.actor import Context, Route, Verb
@@ -315,12 +316,19 @@ class Verbs:
         return Empty()
 
     # ------------------------------------------------------------------ many
-    def _select(self, caller: Caller, selector: Selector) -> list[Sandbox]:
+    def _about(self, context: Context) -> Callable[[Record], bool]:
+        """Whether a request to everyone is about the sandbox of a record: of its caller, in the project of its subject or below it."""
+        caller, below = context.caller, subjects.everyone_below(context.subject)
+        assert caller is not None
+        return lambda record: subjects.covers(caller, below, record.principal, record.project)
+
+    def _select(self, context: Context, selector: Selector) -> list[Sandbox]:
         ids = frozenset(selector.ids)
+        about = self._about(context)
         return [
             sandbox
             for sandbox in self.edge.sandboxes.values()
-            if (sandbox.record.principal, sandbox.record.project) == (caller.principal, caller.project)
+            if about(sandbox.record)
             and (not ids or sandbox.id in ids)
             and (not selector.states or sandbox.state in selector.states)
             and _labelled(sandbox.record.spec.labels, selector.labels)
@@ -328,15 +336,14 @@ class Verbs:
         ]
 
     async def list(self, context: Context, selector: Selector) -> ListReply:
-        caller = context.caller
-        assert caller is not None
-        rows: list[SandboxInfo] = [sandbox.info() for sandbox in self._select(caller, selector)]
+        about = self._about(context)
+        rows: list[SandboxInfo] = [sandbox.info() for sandbox in self._select(context, selector)]
         if selector.stopped:
             ids = frozenset(selector.ids)
             rows += [
                 ended(record, self.edge.name)
                 for record, _ in self.edge.ended.values()
-                if (record.principal, record.project) == (caller.principal, caller.project)
+                if about(record)
                 and (not ids or f"{self.edge.name}-{record.ulid}" in ids)
                 and _labelled(record.spec.labels, selector.labels)
             ]
@@ -363,22 +370,17 @@ class Verbs:
 
     async def prune(self, context: Context, selector: Selector) -> ManyReply:
         """Forget sandboxes that have ended."""
-        caller = context.caller
-        assert caller is not None
         ids = frozenset(selector.ids)
+        about = self._about(context)
         chosen = [
             ulid
             for ulid, (record, _) in self.edge.ended.items()
-            if (record.principal, record.project) == (caller.principal, caller.project)
-            and (not ids or f"{self.edge.name}-{ulid}" in ids)
-            and _labelled(record.spec.labels, selector.labels)
+            if about(record) and (not ids or f"{self.edge.name}-{ulid}" in ids) and _labelled(record.spec.labels, selector.labels)
         ]
         await self.edge.prune(chosen)
         return ManyReply(edge=self.edge.name, results=tuple(ItemResult(id=f"{self.edge.name}-{ulid}") for ulid in chosen))
 
     async def _each(self, context: Context, selector: Selector, do: Callable[[Sandbox], Awaitable[Paused | None]]) -> ManyReply:
-        caller = context.caller
-        assert caller is not None
         gate = asyncio.Semaphore(self.edge.config.stop_parallel)
 
         async def one(sandbox: Sandbox) -> ItemResult:
@@ -388,7 +390,7 @@ class Verbs:
                 except DsecError as error:
                     return ItemResult(id=sandbox.id, error=to_body(error))
 
-        results = await asyncio.gather(*(one(sandbox) for sandbox in self._select(caller, selector)))
+        results = await asyncio.gather(*(one(sandbox) for sandbox in self._select(context, selector)))
         return ManyReply(edge=self.edge.name, results=tuple(results))
 
     def beat(self, _context: Context, _request: Empty) -> Heartbeat:

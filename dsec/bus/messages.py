@@ -391,7 +391,7 @@ class Heartbeat(Message, frozen=True, kw_only=True):
     principals: dict[str, int] = {}  # live sandboxes by principal, for isolation="user"
     exclusive: str = ""  # principal that has this node for itself
     draining: bool = False
-    layers: int = 0
+    layers: int = 0  # distinct ones that its live sandboxes stand on
     loop_lag_ms: float = 0.0
     leaving: bool = False  # the last one: it stopped in order and holds nothing
     tmpfs_upper: bool = False  # disk_mode "auto" means tmpfs here: admission adds the upper's bytes to memory

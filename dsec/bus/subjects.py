@@ -13,6 +13,7 @@ import msgspec
 from dsec.model import SandboxId
 
 ROOT = "dsec.v1"
+BELOW = "~"  # no project has this name
 
 
 def project_tokens(project: str) -> str:
@@ -54,8 +55,9 @@ def api_caller(subject: str) -> Caller:
 
 
 # dsec.v1.<u>.all.<verb>.<principal>.<p…>            every Edge, scatter-gather
-def everyone(u: str, verb: str, caller: Caller) -> str:
-    return f"{ROOT}.{u}.all.{verb}.{caller.principal}.{project_tokens(caller.project)}"
+# With BELOW as the last token it is about the project and all below it: whoever may say that holds `<p…>.>`, not the project alone.
+def everyone(u: str, verb: str, caller: Caller, *, below: bool = False) -> str:
+    return f"{ROOT}.{u}.all.{verb}.{caller.principal}.{project_tokens(caller.project)}{f'.{BELOW}' if below else ''}"
 
 
 def everyone_all(u: str) -> str:
@@ -64,7 +66,17 @@ def everyone_all(u: str) -> str:
 
 def everyone_parse(subject: str) -> tuple[str, Caller]:
     parts = subject.split(".")
-    return parts[4], Caller(parts[5], project_path(parts[6:]))
+    return parts[4], Caller(parts[5], project_path(parts[6:-1] if everyone_below(subject) else parts[6:]))
+
+
+def everyone_below(subject: str) -> bool:
+    return subject.endswith(f".{BELOW}")
+
+
+def covers(caller: Caller, below: bool, principal: str, project: str) -> bool:
+    """Whether what belongs to ``principal`` in ``project`` is among what a request to everyone is about."""
+    inside = project == caller.project or (below and project.startswith(f"{caller.project}/"))
+    return inside and principal == caller.principal
 
 
 # dsec.v1.<u>.edge.<edge>.<verb>                     one Edge, for actors only

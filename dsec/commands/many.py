@@ -28,9 +28,12 @@ def label_text(labels: dict[str, str]) -> str:
 @click.option("--stuck", is_flag=True, help="Only those whose resources could not be freed.")
 @click.option("-l", "--label", multiple=True, metavar="KEY=VALUE", help="Only with this label.")
 @click.option("--state", multiple=True, help="Only in this state.")
+@click.option("--below", is_flag=True, help="Also of the projects below this one.")
 @click.option("-q", "--quiet", is_flag=True, help="Ids only.")
 @common
-def ls_command(settings: Settings, stopped: bool, stuck: bool, label: tuple[str, ...], state: tuple[str, ...], quiet: bool) -> None:
+def ls_command(
+    settings: Settings, stopped: bool, stuck: bool, label: tuple[str, ...], state: tuple[str, ...], below: bool, quiet: bool
+) -> None:
     """List the sandboxes of the project, oldest first.
 
     \b
@@ -40,7 +43,7 @@ def ls_command(settings: Settings, stopped: bool, stuck: bool, label: tuple[str,
 
     async def work() -> list[SandboxInfo]:
         async with settings.connect() as client:
-            return await client.list(pairs(label, "--label"), states=state, stopped=stopped or stuck, stuck=stuck)
+            return await client.list(pairs(label, "--label"), states=state, stopped=stopped or stuck, stuck=stuck, below=below)
 
     found = run(work())
     if settings.json:
@@ -116,8 +119,9 @@ def many(verb: str, help_: str) -> click.Command:
     @click.argument("ids", nargs=-1, metavar="[ID]...", shell_complete=SANDBOX.shell_complete)
     @click.option("-l", "--label", multiple=True, metavar="KEY=VALUE", help="All with this label.")
     @click.option("--all", "everything", is_flag=True, help="All of the project.")
+    @click.option("--below", is_flag=True, help="Also in the projects below this one.")
     @common
-    def command(settings: Settings, ids: tuple[str, ...], label: tuple[str, ...], everything: bool) -> int:
+    def command(settings: Settings, ids: tuple[str, ...], label: tuple[str, ...], everything: bool, below: bool) -> int:
         if not ids and not label and not everything:
             raise click.UsageError("name ids, or give --label or --all")
 
@@ -125,9 +129,9 @@ def many(verb: str, help_: str) -> click.Command:
             async with settings.connect() as client:
                 chosen = pairs(label, "--label")
                 if verb == "stop":
-                    return await client.stop(chosen, ids=ids, everything=everything)
+                    return await client.stop(chosen, ids=ids, everything=everything, below=below)
                 method = client.pause if verb == "pause" else client.resume
-                return await method(chosen, ids=ids, everything=everything, progress=progress_of(verb))
+                return await method(chosen, ids=ids, everything=everything, below=below, progress=progress_of(verb))
 
         results = run(work())
         if settings.json:

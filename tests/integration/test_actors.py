@@ -109,6 +109,22 @@ async def test_room_that_comes_in_time_is_used(box: Box) -> None:
         assert (await (await second).exec("echo x")).stdout == b"x\n"
 
 
+async def test_a_heartbeat_counts_the_layers_that_are_stood_on(box: Box) -> None:
+    """Distinct ones of live sandboxes; none is left when they have ended."""
+    edge = await box.edge("n1")
+    await box.watcher()
+    await box.scheduler()
+    async with box.client() as dsec:
+        assert edge.heartbeat().layers == 0
+        await dsec.create_many(SPEC, 3)
+        one = edge.heartbeat().layers
+        assert one == len({layer.digest for sandbox in edge.sandboxes.values() for layer in sandbox.record.layers}) > 0
+        await dsec.create(but(image="another"))
+        assert edge.heartbeat().layers == one + 1
+        await dsec.stop(everything=True)
+        assert edge.heartbeat().layers == 0
+
+
 async def test_who_waits_for_room_hears_what_for(box: Box) -> None:
     """While nothing is free the caller is told how many wait and for what, and gets its sandbox once there is room."""
     await box.edge("n1", slots=1)

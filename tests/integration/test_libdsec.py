@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import pickle
 import signal
@@ -20,7 +21,7 @@ import pytest_asyncio
 
 import libdsec
 import libdsec.blocking
-import libdsec.client
+import libdsec.many
 from dsec.actors.up import Cluster
 from dsec.bus.messages import Selector
 from libdsec import (
@@ -305,7 +306,7 @@ async def test_long_lists_come_in_pages(dsec: Client, monkeypatch: pytest.Monkey
     """A node's list that does not fit one message is fetched whole, each sandbox once, the ended ones too."""
     made = await dsec.create_many(libdsec.spec("img", **FAKE), 20)
     await made[0].stop()
-    monkeypatch.setattr(libdsec.client, "_selector", lambda *_, **more: Selector(limit=7, stopped=more.get("stopped", False)))
+    monkeypatch.setattr(libdsec.many, "_selector", lambda *_, **more: Selector(limit=7, stopped=more.get("stopped", False)))
     for stopped, count in ((False, 19), (True, 20)):
         found = [info.id for info in await dsec.list(stopped=stopped)]
         assert len(found) == len(set(found)) == count
@@ -367,6 +368,30 @@ class CancelAt:
                     future = step.send(value)
             except StopIteration as end:
                 return end.value
+
+
+async def test_projects_below_are_reached_where_that_is_asked(dsec: Client, fake_cluster: str) -> None:
+    """A list, stop, pause or resume is about its own project, or about it and all below it; never about one that only begins alike."""
+    names = [dsec.project, f"{dsec.project}/rl", f"{dsec.project}/rl/deep", f"{dsec.project}-other"]
+    async with contextlib.AsyncExitStack() as stack:
+        clients = [await stack.enter_async_context(libdsec.connect(fake_cluster, project=name)) for name in names]
+        boxes = [await client.create("img", **FAKE) for client in clients]
+        top, middle = clients[0], clients[1]
+        assert [info.id for info in await top.list()] == [boxes[0].id]
+        assert {(info.id, info.project) for info in await top.list(below=True)} == {
+            (b.id, n) for b, n in zip(boxes[:3], names[:3], strict=True)
+        }
+        assert {info.id for info in await middle.list(below=True)} == {boxes[1].id, boxes[2].id}
+        assert await middle.list(ids=[boxes[2].id]) == []
+        for many, state in ((top.pause, "paused"), (top.resume, "running")):
+            outcomes = await many(everything=True, below=True)
+            assert {(each.id, each.error) for each in outcomes} == {(box.id, None) for box in boxes[:3]}
+            assert {str(info.state) for info in await top.list(below=True)} == {state}
+        assert {each.id for each in await middle.stop(everything=True, below=True)} == {boxes[1].id, boxes[2].id}
+        assert {each.id for each in await top.stop(everything=True, below=True)} == {boxes[0].id}
+        assert {each.id for each in await middle.prune(below=True)} == {boxes[1].id, boxes[2].id}
+        assert [info.id for info in await clients[3].list()] == [boxes[3].id]
+        await clients[3].stop(everything=True)
 
 
 async def test_a_kind_of_event_that_does_not_exist(dsec: Client) -> None:
