@@ -255,6 +255,7 @@ class ExecSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     env: dict[str, str] = {}  # added to the sandbox's
     user: str = ""  # "" = the sandbox's user
     timeout_ms: int | None = None  # None = the sandbox's default; 0 = no limit
+    wall_timeout: bool = False  # the time-out goes on while the sandbox is paused
     background: bool = False  # no default time-out; outlives the client that started it
     stdin: bool = False  # keep stdin open for `input`; else /dev/null
     tty: bool = False

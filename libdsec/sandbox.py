@@ -103,6 +103,7 @@ class Sandbox:
         stdin: bytes | str | None = None,
         check: bool = False,
         step: str = "",
+        wall_timeout: bool = False,
     ) -> ExecResult:
         """Run a command to its end.
 
@@ -116,6 +117,7 @@ class Sandbox:
             step: a key of the caller's. The result is kept under it, on disk before it is answered: the same key again, by whatever
                 client and after whatever restart, answers with that result and runs nothing. 64 KiB of the beginning and of the end of
                 each stream are kept. Cancelling leaves it running; after its time-out it is killed as any other.
+            wall_timeout: the time-out goes on while the sandbox is paused; else it stands still with it.
 
         The request survives restarts of the Edge and of the bus: it is repeated under the same operation id. Cancelling kills the
         command inside the sandbox. A background process that keeps the output open does not hold the result back.
@@ -125,7 +127,7 @@ class Sandbox:
             NotFound: no such program, directory or user. SandboxGone: it has ended. Unavailable: nobody answered in time.
             Conflict: the step was another command, or a node died in the middle of it and nobody knows whether it ran.
         """
-        spec = exec_spec(cmd, timeout=timeout, cwd=cwd, env=env, user=user, stdin=stdin is not None)
+        spec = exec_spec(cmd, timeout=timeout, cwd=cwd, env=env, user=user, stdin=stdin is not None, wall_timeout=wall_timeout)
         op = new_op()
         if step:
             if stdin is not None:
@@ -406,7 +408,9 @@ class Sandbox:
             if not reply.status.running:
                 return reply.status
             known, heard, pause = True, loop.time(), FIRST_PAUSE
-            if until is not None:  # while the sandbox stands still its commands' time-outs do too
+            if (
+                until is not None and spec is not None and not spec.wall_timeout
+            ):  # while the sandbox stands still its commands' time-outs do too
                 until += max(0, reply.stood_ms - stood) / 1000 if stood >= 0 else 0.0
                 stood = reply.stood_ms
             if until is not None and loop.time() > until:

@@ -73,6 +73,7 @@ class Log:
 
     def __init__(self, *, loaded: bool) -> None:
         self.next = 1
+        self.trimmed = 0
         self.steps: dict[str, Step] = {}
         self.bytes = 0
         self.plain: OrderedDict[int, Command] = OrderedDict()
@@ -130,21 +131,25 @@ class Commands:
     async def flush(self) -> None:
         """Write down what is not yet. Called by the Edge's sweep and at its end."""
         async with self._flushing:  # who comes second finds all of it written
-            while self._dirty:
-                await self._write(self._dirty.pop())
-
-    async def _write(self, ulid: str) -> None:
-        its = self._logs.get(ulid)
-        if its is not None:
-            rows, its.dirty = its.dirty, {}
+            ulids, self._dirty = self._dirty, set()
+            rows: list[CommandRow] = []
+            trims: list[tuple[str, int]] = []
+            for ulid in ulids:
+                if (its := self._logs.get(ulid)) is None:
+                    continue
+                dirty, its.dirty = its.dirty, {}
+                rows += [CommandRow(ulid=ulid, seq=seq, entry=_encode(Kept(command)), done=True) for seq, command in dirty.items()]
+                if its.next > its.trimmed + 2 * KEEP_PLAIN:
+                    its.trimmed = its.next - KEEP_PLAIN
+                    trims.append((ulid, its.trimmed))
+            if not rows:
+                return
             try:
-                await self._store.put_commands(
-                    [CommandRow(ulid=ulid, seq=seq, entry=_encode(Kept(command)), done=True) for seq, command in rows.items()]
-                )
-                if its.next > KEEP_PLAIN:
-                    await self._store.trim_commands(ulid, its.next - KEEP_PLAIN)
+                await self._store.put_commands(rows)
+                if trims:
+                    await self._store.trim_commands(trims)
             except NodeError as error:
-                log.error("commands.not_written", sandbox=ulid, count=len(rows), error=str(error))
+                log.error("commands.not_written", count=len(rows), error=str(error))
 
     async def listing(self, ulid: str, after: int, limit: int) -> tuple[tuple[Command, ...], bool]:
         """Commands behind number ``after``, and whether there are more."""

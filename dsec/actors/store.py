@@ -117,8 +117,8 @@ class Store(Protocol):
 
     async def drop_commands(self, ulid: str, seqs: Sequence[int]) -> None: ...
 
-    async def trim_commands(self, ulid: str, upto: int) -> None:
-        """Remove those without a step whose number is not above ``upto``."""
+    async def trim_commands(self, upto: Sequence[tuple[str, int]]) -> None:
+        """Remove of these sandboxes those without a step whose number is not above the one given."""
         ...
 
     async def commands(self, ulid: str) -> list[CommandRow]:
@@ -188,8 +188,8 @@ class SqliteStore:
     async def drop_commands(self, ulid: str, seqs: Sequence[int]) -> None:
         await self._do("DELETE FROM command WHERE ulid = ? AND seq = ?", [(ulid, seq) for seq in seqs])
 
-    async def trim_commands(self, ulid: str, upto: int) -> None:
-        await self._do("DELETE FROM command WHERE ulid = ? AND step = '' AND seq <= ?", [(ulid, upto)])
+    async def trim_commands(self, upto: Sequence[tuple[str, int]]) -> None:
+        await self._do("DELETE FROM command WHERE ulid = ? AND step = '' AND seq <= ?", list(upto))
 
     async def commands(self, ulid: str) -> list[CommandRow]:
         found = await self._read(f"{_COMMANDS} WHERE ulid = ? ORDER BY seq", ulid)
@@ -378,9 +378,10 @@ class MemoryStore:
         for seq in seqs:
             self._commands.pop((ulid, seq), None)
 
-    async def trim_commands(self, ulid: str, upto: int) -> None:
-        for key in [key for key, row in self._commands.items() if key[0] == ulid and key[1] <= upto and not row.step]:
-            del self._commands[key]
+    async def trim_commands(self, upto: Sequence[tuple[str, int]]) -> None:
+        for ulid, seq in upto:
+            for key in [key for key, row in self._commands.items() if key[0] == ulid and key[1] <= seq and not row.step]:
+                del self._commands[key]
 
     async def commands(self, ulid: str) -> list[CommandRow]:
         return [row for key, row in sorted(self._commands.items()) if key[0] == ulid]

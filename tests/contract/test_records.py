@@ -258,9 +258,9 @@ async def test_commands_are_kept_with_their_sandbox(store: Store, tmp_path: Path
     one, two = rows[0].ulid, rows[1].ulid
     await store.put_commands([CommandRow(ulid=one, seq=n, entry=bytes([n]), done=True) for n in (1, 2, 3)])
     await store.put_commands([CommandRow(ulid=one, seq=4, step="s", entry=b"begun"), CommandRow(ulid=two, seq=1, step="s")])
-    assert [(row.ulid, row.seq) for row in await store.open_steps()] == [(one, 4), (two, 1)]
+    assert {(row.ulid, row.seq) for row in await store.open_steps()} == {(one, 4), (two, 1)}
     await store.put_commands([CommandRow(ulid=one, seq=4, step="s", done=True, entry=b"ended", result=b"what it was")])
-    await store.trim_commands(one, 2)
+    await store.trim_commands([(one, 2)])
     await store.drop_commands(two, [1])
     assert [(row.seq, row.step, row.done, row.entry) for row in await store.commands(one)] == [
         (3, "", True, b"\x03"),

@@ -176,9 +176,11 @@ async def test_c33_any_request_resumes(sb: libdsec.Sandbox) -> None:
 
 
 async def test_time_outs_stand_still(sb: libdsec.Sandbox) -> None:
-    """A command paused for longer than its time-out ends as it would have, and its client, which waits, hears so."""
+    """A command paused for longer than its time-out ends as it would have, and its client, which waits, hears so; one that was asked to
+    be over by the clock is over."""
     await sb.exec("mkfifo /go", check=True)
     running = asyncio.create_task(sb.exec("read word </go; echo $word", timeout=5))
+    by_clock = asyncio.create_task(sb.exec("sleep 600", timeout=5, wall_timeout=True))
     await asyncio.sleep(0.3)
     await sb.pause()
     await asyncio.sleep(6)
@@ -186,6 +188,26 @@ async def test_time_outs_stand_still(sb: libdsec.Sandbox) -> None:
     await sb.exec("echo in time >/go", check=True)
     result = await running
     assert (result.stdout, result.timed_out) == (b"in time\n", False)
+    assert (await by_clock).timed_out
+
+
+async def test_c28_c29_idle_pauses_race_with_writes(cluster: Cluster) -> None:
+    """Paused each time that nobody uses it for a moment, while it is written to and synced: all is there; resumes and pauses again and
+    right after each other are fine."""
+    options: libdsec.Options = {**OPTIONS, "idle_timeout": 0.05}
+    async with libdsec.connect(cluster.url) as dsec, dsec.sandbox("busybox", **options) as sb:
+        for number in range(12):
+            await sb.exec(f"head -c 20000 /dev/urandom | tee /new | sha256sum >>/sums; sync; mv /new /{number}", check=True)
+            await asyncio.sleep(0.05 * (number % 4))
+        paused = [line for line in await sb.log() if "pausing -> paused" in line]
+        assert paused
+        want = (await sb.files.read("/sums")).split(b"\n")
+        found = (await sb.exec("for n in $(seq 0 11); do sha256sum </$n; done", check=True)).stdout.split(b"\n")
+        assert found == want
+        for _ in range(3):
+            await asyncio.gather(sb.pause(), sb.pause())
+            await asyncio.gather(sb.resume(), sb.resume())
+        assert (await sb.exec("echo here")).stdout == b"here\n"
 
 
 async def test_a_job_through_kill_9_of_its_edge(state_dir: Path, edge_name: str, leftovers: Census, kind: str) -> None:

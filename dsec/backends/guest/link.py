@@ -95,6 +95,7 @@ class Link(Connection):
             | (wire.Start.SERVICE if spec.service else 0)
             | (wire.Start.SESSION if spec.session else 0)
             | (wire.Start.RUN if spec.run_in else 0)
+            | (wire.Start.WALL if spec.wall_timeout else 0)
         )
         argv, cwd = spec.argv, spec.cwd
         if spec.run_in:

@@ -130,6 +130,7 @@ class Start(enum.IntFlag):
     SERVICE = 32
     SESSION = 64
     RUN = 128
+    WALL = 256  # its time-out goes on while the sandbox stands still
 
 
 VERBS = {

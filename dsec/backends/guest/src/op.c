@@ -439,7 +439,7 @@ void op_timers(int64_t now, int64_t *next) {
 
 void op_shift(int64_t by) {
     for (struct op *op = ops; op; op = op->next) {
-        if (op->deadline) op->deadline += by;
+        if (op->deadline && !(op->flags & S_WALL)) op->deadline += by;
         if (op->kill_by) op->kill_by += by;
         if (op->hold_until) op->hold_until += by;
     }
