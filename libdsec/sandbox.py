@@ -408,9 +408,8 @@ class Sandbox:
             if not reply.status.running:
                 return reply.status
             known, heard, pause = True, loop.time(), FIRST_PAUSE
-            if (
-                until is not None and spec is not None and not spec.wall_timeout
-            ):  # while the sandbox stands still its commands' time-outs do too
+            # While the sandbox stands still its commands' time-outs do too.
+            if until is not None and spec is not None and not spec.wall_timeout:
                 until += max(0, reply.stood_ms - stood) / 1000 if stood >= 0 else 0.0
                 stood = reply.stood_ms
             if until is not None and loop.time() > until:
