@@ -52,6 +52,10 @@ class Layers(Shelf, Protocol):
 
     async def mount_plan(self, digest: str) -> LayerMount: ...
 
+    async def pull(self, digest: str) -> None:
+        """Make a partly filled layer whole."""
+        ...
+
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
     """How the backend is set up. ``generation`` grows with each start of the Edge: the newest owns the guests' links."""
@@ -281,7 +285,16 @@ class ContainerBackend:
 
     async def _mount_once(self, digest: str) -> None:
         mount = await self.layers.mount_plan(digest)
-        await self._holder.request("layer", key=digest, mount=msgspec.to_builtins(mount))
+        try:
+            await self._holder.request("layer", key=digest, mount=msgspec.to_builtins(mount))
+        except NodeError as error:
+            if mount.lazy is None:
+                raise
+            # The node cannot guard one more partly filled layer (descriptors, groups, FUSE): a whole one needs no guard.
+            log.warning("container.layer_not_lazy", layer=digest, error=str(error), then="fetching it whole")
+            await self.layers.pull(digest)
+            mount = await self.layers.mount_plan(digest)
+            await self._holder.request("layer", key=digest, mount=msgspec.to_builtins(mount))
 
     async def launch(self, plan: LaunchPlan) -> ContainerInstance:
         if plan.ulid in self._launching or plan.ulid in self._instances:

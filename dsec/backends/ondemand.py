@@ -7,6 +7,8 @@ the kits back (`restore`). The worker is started with the first kit, or ahead of
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import os
 import select
 import sys
@@ -51,13 +53,13 @@ class OnDemand:
         return {"pid": loader.pid if loader else 0, "deaths": loader.deaths if loader else 0, "layers": list(loader.kits) if loader else []}
 
     def op_serves(self, call: Call) -> dict[str, Any]:
-        """Whether somebody fills this layer: this holder's worker, or one that outlived its holder. That one's end must not be the end of
-        the mark under what is mounted, so this holder marks the blob too; the question comes after, so that no moment is unguarded.
-        (What is mounted through FUSE gets no second guard: if its worker ends too, its readers get EIO.)"""
+        """Whether somebody holds back the readers of this layer's holes: this holder, or a worker that outlived the last one. That one's
+        end must not be the end of the mark under what is mounted, so this holder marks the blob too, and asks after that, so that no
+        moment is unguarded. (What is mounted through FUSE gets no second guard: if its worker ends too, its readers get EIO.)"""
         import msgspec
 
         from dsec.layers import fuse
-        from dsec.layers.lazy import being_filled, make_kit
+        from dsec.layers.lazy import guarded, make_kit
         from dsec.layers.mounts import LayerMount, bitmap
 
         mount = msgspec.convert(call["mount"], LayerMount)
@@ -65,15 +67,18 @@ class OnDemand:
         if self._loader is not None and call["key"] in self._loader.kits:
             return {"served": True}
         if (served := fuse.served(data)) is not None:
-            return {"served": served}
+            return {"served": served or guarded(data)}
         if mount.lazy is None or not os.path.exists(bitmap(data)):
             return {"served": True}
         kit = None
         if mount.lazy.way == "fanotify":
             with contextlib.suppress(OSError):  # no room for another group: that worker alone, then
                 kit = make_kit(mount)
-        served = being_filled(data)
+        if kit is not None:
+            fcntl.flock(kit.fds[1], fcntl.LOCK_UN)  # others are asked for
+        served = guarded(data) or not os.path.exists(bitmap(data))
         if kit is not None and served:
+            fcntl.flock(kit.fds[1], fcntl.LOCK_SH)
             self._add(kit)
             self.hand_out(call["key"], call)
         elif kit is not None:
@@ -95,7 +100,6 @@ class OnDemand:
     def guarded(self, mount: LayerMount) -> int:
         """The layer's mount. Before it, the holes of a partly filled blob are guarded and somebody fills it. Raises `OSError`."""
         from dsec.layers import fuse
-        from dsec.layers.lazy import make_kit
         from dsec.layers.mounts import bitmap, open_layer
 
         if mount.lazy is None or not os.path.exists(bitmap(mount.devices[-1])):
@@ -104,11 +108,25 @@ class OnDemand:
             return open_layer(mount)
         name = mount.lazy.name
         if name not in self._get_loader().kits:
-            self._add(make_kit(mount))
+            self._add(self._kit(mount))
         kit = self._get_loader().kits[name]
         if kit.by_fuse:
             self._by_fuse[name] = mount
         return kit.open(mount)
+
+    def _kit(self, mount: LayerMount) -> Kit:
+        """Through FUSE where the kernel has no room for one more fanotify group (fs.fanotify.max_user_groups, 128)."""
+        import msgspec
+
+        from dsec.layers.lazy import make_kit
+
+        try:
+            return make_kit(mount)
+        except OSError as error:
+            if mount.lazy is None or mount.lazy.way == "fuse" or error.errno != errno.EMFILE:
+                raise
+            sys.stderr.write(f"holder: {mount.lazy.name} through FUSE: {error}\n")
+            return make_kit(msgspec.structs.replace(mount, lazy=msgspec.structs.replace(mount.lazy, way="fuse")))
 
     def hand_out(self, name: str, call: Call) -> None:
         """Give the asking Edge a copy of the layer's kit, where it has one."""

@@ -43,6 +43,9 @@ class NoLayers:
     async def mount_plan(self, digest: str) -> LayerMount:
         raise NotFound("an heir mounts nothing", field="layer", value=digest)
 
+    async def pull(self, digest: str) -> None:
+        raise NotFound("an heir fetches nothing", field="layer", value=digest)
+
 
 def command(kind: str, options: msgspec.Struct, more: msgspec.Struct | None = None) -> list[str]:
     """What a holder is left: how to open the same backend again, without an heir of its own and without loading layers."""

@@ -65,18 +65,28 @@ class Kit:
 
 
 def being_filled(data: str) -> bool:
-    """Whether a worker fills this blob when it is read, or it is whole. (Each worker holds a shared flock on the bitmap.)"""
+    """Whether a worker fills this blob, or it is whole. (Each worker holds a shared flock on the bitmap.)"""
+    return _locked(bitmap(data))
+
+
+def guarded(data: str) -> bool:
+    """Whether somebody has this blob's kit, so that readers of its holes wait; the worker may be dead or not have begun yet. (A kit has
+    a shared flock on the blob, which is there as long as any copy of it.) True too when the blob is gone: nobody reads it anew."""
+    return _locked(data)
+
+
+def _locked(path: str) -> bool:
     try:
-        lock = os.open(bitmap(data), os.O_RDONLY | os.O_CLOEXEC)
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
         return True
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return os.fstat(fd).st_nlink == 0  # gone between the two calls
     except BlockingIOError:
         return True
     finally:
-        os.close(lock)
-    return False
+        os.close(fd)
 
 
 class _Opener:
@@ -147,7 +157,9 @@ def make_kit(mount: LayerMount) -> Kit:
     lazy, data = mount.lazy, mount.devices[-1]
     spec: dict[str, Any] = {"name": lazy.name, "remote": lazy.remote, "manifest": lazy.manifest, "data": data, "touched": lazy.touched}
     spec |= {"ahead": list(lazy.ahead), "patience": lazy.patience, "way": lazy.way}
-    return Kit(spec, fuse.make(data) if lazy.way == "fuse" else _mark(data))
+    kit = Kit(spec, fuse.make(data) if lazy.way == "fuse" else _mark(data))
+    fcntl.flock(kit.fds[1], fcntl.LOCK_SH)  # `guarded`
+    return kit
 
 
 def _mark(data: str) -> tuple[int, int, int]:
