@@ -22,6 +22,7 @@ from dsec.model import SandboxSpec
 # Filters in the order in which they are asked; those above the line can only change when nodes come or change.
 STATIC = ("backend", "arch", "devices", "labels")
 CAPACITY = ("memory", "cpus", "pids", "slots")
+UNANSWERED_BEATS = 10  # heartbeats after which a batch without an answer is not counted any more
 
 
 class Requirement(msgspec.Struct, frozen=True):
@@ -83,8 +84,10 @@ class Node:
         self.beat = beat
         if beat.load.admitted >= self.load.admitted:
             self.load = beat.load
-        # What was sent under beat n is in the ledger at the latest when beat n + 2 is made: n + 1 may have been on its way.
-        self.recent = [sent for sent in self.recent if not sent.within(beat.load) and beat.n < sent.n + 2]
+        # What was sent under beat n is, as a rule, in the ledger when beat n + 2 is made: n + 1 may have been on its way. A node that
+        # counts its admissions tells exactly, and only an answer that never comes has to be given up.
+        patience = UNANSWERED_BEATS if beat.load.admitted >= 0 else 2
+        self.recent = [sent for sent in self.recent if not sent.within(beat.load) and beat.n < sent.n + patience]
 
 
 class Picture:

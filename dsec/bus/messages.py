@@ -372,7 +372,7 @@ class NodeLoad(Message, frozen=True, kw_only=True):
     pids_free: int = 0
     starting: int = 0
     starting_max: int = 0
-    admitted: int = 0  # sandboxes admitted since the Edge started, ended ones too: tells which of two ledgers is the newer
+    admitted: int = -1  # sandboxes admitted since the Edge started, ended ones too: which of two ledgers is newer; -1: not counted
 
 
 class Heartbeat(Message, frozen=True, kw_only=True):
