@@ -66,3 +66,21 @@ async def test_a_node_without_docker_refuses(state_dir: Path, edge_name: str, le
         assert "docker" in str(caught.value)
         async with dsec.sandbox("busybox", **OPTIONS) as sandbox:
             assert (await sandbox.exec("echo here")).stdout == b"here\n"
+
+
+async def test_an_open_network_reaches_a_docker_sandbox(dockerd: Dockerd, state_dir: Path, edge_name: str, leftovers: Census) -> None:
+    """network="open" gives it an interface of its own beside that of a container of the other backend, with another address."""
+    overrides = {"docker": msgspec.to_builtins(dockerd.config)}
+    cluster = Cluster(state_dir, edges=(edge_name,), backends=("container", "docker"), overrides=overrides)
+    await bootstrap_tiny(LayerStore(cluster.layer_store))
+    async with cluster, libdsec.connect(cluster.url) as dsec:
+        found = []
+        for backend in ("container", "docker"):
+            try:
+                sandbox = await dsec.create("busybox", backend=backend, network="open", **OPTIONS)
+            except Unsupported as error:
+                pytest.skip(str(error))
+            found.append((await sandbox.exec("ip -4 -o addr show scope global")).stdout.text.split())
+            await sandbox.stop()
+        assert all(words for words in found), found
+        assert found[0][3] != found[1][3]
