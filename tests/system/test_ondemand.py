@@ -214,6 +214,7 @@ async def test_what_was_filled_is_not_fetched_again_after_a_crash(box: Box) -> N
     assert len(chunks) == len(set(chunks))
 
 
+@pytest.mark.parametrize("way", ["fanotify"], indirect=True)
 async def test_the_order_of_first_reads_is_recorded_and_fetched_ahead_elsewhere(box: Box, tmp_path: Path) -> None:
     """A second node has the chunks of the first one's run before anybody asks for them."""
     fd = box.mount(await box.plan())
@@ -248,6 +249,7 @@ async def test_without_fanotify_and_fuse_the_whole_layer_is_fetched_first(box: B
     box.check(fd)
 
 
+@pytest.mark.parametrize("way", ["fanotify"], indirect=True)
 async def test_the_cache_evicts_the_oldest_layer_that_nothing_uses(box: Box) -> None:
     """A layer that is mounted stays whatever the limit says; one that is not makes room."""
     plan = await box.plan()

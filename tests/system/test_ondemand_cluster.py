@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import libdsec
+from dsec import doctor
 from dsec.actors.up import Cluster
 from dsec.errors import DsecError
 from dsec.layers.bootstrap import bootstrap_tiny
@@ -20,12 +21,19 @@ from dsec.layers.store import LayerStore
 from tests.census import Census
 from tests.layer_box import Server
 
-pytestmark = [pytest.mark.needs("root", "cgroup", "oci", "guest", "erofs_file", "fanotify", "mkfs_erofs"), pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.needs("root", "cgroup", "oci", "guest", "erofs_file", "mkfs_erofs"), pytest.mark.timeout(120)]
 OPTIONS = {"cpus": 0.5, "memory": "64MiB", "disk": "4MiB", "pids": 32}
 
 
-async def test_a_store_that_goes_and_comes_back_under_a_sandbox(state_dir: Path, edge_name: str, leftovers: Census) -> None:
+@pytest.mark.parametrize("way", ["fanotify", "fuse"])
+async def test_a_store_that_goes_and_comes_back_under_a_sandbox(
+    state_dir: Path, edge_name: str, leftovers: Census, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Base and workspace come by name; without the store a cold read is EIO and told as an event; with it again all bytes are right."""
+    if sentence := doctor.reason(way):
+        pytest.skip(sentence)
+    if way == "fuse":
+        monkeypatch.setenv("DSEC_DISABLE", "fanotify")
     source = LayerStore(state_dir / "source")
     await bootstrap_tiny(source)
     tree = state_dir / "tree"

@@ -194,8 +194,15 @@ async def test_edge_killed_in_the_middle_of_a_read(leftovers: object, cold: Yard
     await box.stop()
 
 
-@both_ways
-@pytest.mark.parametrize("worker_too", [False, True], ids=["worker-lives", "all-three"])
+@pytest.mark.parametrize(
+    ("worker_too", "way"),
+    [
+        pytest.param(False, "fanotify", id="worker-lives"),
+        pytest.param(True, "fanotify", id="all-three"),
+        pytest.param(True, "fuse", id="all-three-fuse"),
+        pytest.param(False, "fuse", id="worker-lives-fuse", marks=pytest.mark.slow),
+    ],
+)
 async def test_edge_and_holder_killed_together(leftovers: object, cold: Yard, base: Base, worker_too: bool) -> None:
     """While the worker lives it completes the layer and the sandbox is adopted; when all three died it ends as broken."""
     first, ref = await prepared(cold)
