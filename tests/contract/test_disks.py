@@ -76,7 +76,7 @@ async def test_bytes_are_limited(yard: Yard, backend: Any, kind: str) -> None:
 
 async def test_files_are_limited(yard: Yard, backend: Any, kind: str) -> None:
     """The number of files is limited as well; where only their bytes count, the sandbox's plan says so and the bytes hold."""
-    made = plan(yard, backend, kind, resources=Resources(memory=64 * MIB, disk=4 * MIB, inodes=300, pids=64))
+    made = plan(yard, backend, kind, resources=Resources(memory=64 * MIB, disk=2 * MIB, inodes=300, pids=64))
     box = await backend.launch(made)
     counted = kind != "btrfs"
     assert any(note.startswith("inodes:") for note in made.degraded) is not counted

@@ -33,7 +33,8 @@ def test_limits_oom_and_freeze_hold_on_cgroup_v2(capsys: pytest.CaptureFixture[s
 
 DISKS = """
 disk() { umount -l /tmp; "mkfs.$1" -q $3 /scratch/$1; mount $2 "$(losetup --direct-io=on -f --show /scratch/$1)" /tmp; chmod 1777 /tmp; }
-try() { python3 -m pytest -p no:cacheprovider -o timeout=900 -ra -q tests/contract/test_disks.py "$@"; }
+suite="tests/contract/test_disks.py tests/contract/test_pack.py"
+try() { python3 -m pytest -p no:cacheprovider -o timeout=900 -ra -q -m "not slow" $suite "$@"; }
 truncate -s 2G /scratch/ext4 /scratch/xfs /scratch/btrfs
 disk ext4 "-o prjquota" "-O quota,project -E quotatype=prjquota"
 DSEC_EDGE__STATE_DIR=/tmp python3 -m dsec.doctor --json && try || exit 1
