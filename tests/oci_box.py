@@ -116,17 +116,17 @@ class Layout:
         entry = self.blob(json.dumps(manifest).encode(), kind)
         entry["platform"] = {"architecture": architecture, "os": "linux"}
         if listed:
-            self._list(entry | {"annotations": {"org.opencontainers.image.ref.name": tag}})
+            self.listed(entry | {"annotations": {"org.opencontainers.image.ref.name": tag}})
         return entry
 
     def index(self, images: Sequence[dict[str, Any]], tag: str) -> dict[str, Any]:
         """An image of several architectures."""
         kind = "application/vnd.oci.image.index.v1+json"
         entry = self.blob(json.dumps({"schemaVersion": 2, "mediaType": kind, "manifests": list(images)}).encode(), kind)
-        self._list(entry | {"annotations": {"org.opencontainers.image.ref.name": tag}})
+        self.listed(entry | {"annotations": {"org.opencontainers.image.ref.name": tag}})
         return entry
 
-    def _list(self, entry: dict[str, Any]) -> None:
+    def listed(self, entry: dict[str, Any]) -> None:
         self.entries.append(entry)
         (self.root / "index.json").write_text(json.dumps({"schemaVersion": 2, "manifests": self.entries}))
 

@@ -19,7 +19,7 @@ import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 
-from dsec.layers.manifest import Manifest
+from dsec.layers.manifest import CHUNK, Manifest
 
 RUN = 16  # chunks in one request at most: 4 MiB
 FLUSH_S = 0.5
@@ -90,8 +90,7 @@ class Filler:
 
     def chunks(self, offset: int, length: int) -> range:
         """The chunks that a range of bytes touches."""
-        first = min(offset // self.manifest.chunk, self._count)
-        return range(first, min(self._count, (offset + max(length, 1) - 1) // self.manifest.chunk + 1))
+        return self.manifest.covering(offset, length)
 
     def want(self, numbers: Iterable[int], done: Done) -> None:
         """Call ``done(None)`` when all these chunks are there, ``done(error)`` when one could not be had; at once or in a thread."""
@@ -106,7 +105,7 @@ class Filler:
                     if number in self._flying:
                         continue
                     self._flying.add(number)
-                    if runs and runs[-1][-1] == number - 1 and len(runs[-1]) < RUN:
+                    if runs and runs[-1][-1] == number - 1 and len(runs[-1]) < RUN and self._near(runs[-1][0], number):
                         runs[-1].append(number)
                     else:
                         runs.append([number])
@@ -117,6 +116,11 @@ class Filler:
                 self._pool.submit(self._run, run)
             except RuntimeError:  # the pool is shut: nobody will come
                 self._settle([], dict.fromkeys(run, OSError(errno.ESHUTDOWN, "the loader ends")))
+
+    def _near(self, first: int, last: int) -> bool:
+        """Whether these and what is between them are no more than one request should ask for."""
+        offset, length = self.manifest.span(last)
+        return offset + length - self.manifest.span(first)[0] <= RUN * CHUNK
 
     def ensure(self, numbers: Iterable[int]) -> None:
         """`want`, waiting in the calling thread. Raises `OSError`."""

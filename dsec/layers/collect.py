@@ -69,7 +69,8 @@ async def _rows(remote: RemoteStore, prefix: str = "layers/") -> dict[str, list[
 
 
 def _is_young(rows: list[Any], grace: float) -> bool:
-    return max(row["last_modified"].timestamp() for row in rows) > time.time() - grace
+    newest: float = max(row["last_modified"].timestamp() for row in rows)
+    return newest > time.time() - grace
 
 
 async def _remove(remote: RemoteStore, digest: str) -> int:

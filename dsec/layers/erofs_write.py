@@ -25,6 +25,9 @@ _SLOT = 32
 _ROOT_NID = 2  # 0 would become the inode number 0, which readdir(3) takes for a deleted entry
 _PLAIN, _INLINE = 0, 2
 _COMPAT_MTIME = 0x2
+_INCOMPAT_DEVICES = 0x8
+_DEVICE_SLOT = 128  # bytes; the table stands behind the superblock
+DEVICE_BLOCK = 1 << 24  # where the blocks of a second device begin in the image's addresses: 64 GiB of metadata is more than there will be
 _MAGIC = 0xE0F5E1E2
 _UUID = bytes.fromhex("6a1f5f2e64c54d5e8a0cd5ec00000001")
 _BUFFER = 1 << 20
@@ -177,8 +180,9 @@ class Writer:
         """Ends the thread; what it still had to write is written."""
         self._writer.shutdown()
 
-    def finish(self, root: Node) -> int:
-        """Inodes, directories and superblock; the image's size in bytes. Nothing is read for it any more."""
+    def finish(self, root: Node, device_blocks: int = 0) -> int:
+        """Inodes, directories and superblock; the image's size in bytes. Nothing is read for it any more. ``device_blocks``: the size of
+        a second device, for nodes whose ``block`` (`DEVICE_BLOCK` and more) lies there."""
         self._flush()
         self._writer.shutdown()
         if self._failed is not None:
@@ -215,8 +219,12 @@ class Writer:
         newest = max(node.mtime_ns for node, _ in unique)
         superblock = _SUPERBLOCK.pack(
             *(_MAGIC, 0, _COMPAT_MTIME, 12, 0, _ROOT_NID, len(unique), newest // 1_000_000_000, 0, self.block, meta_block, 0),
-            *(_UUID, bytes(16), 0, 0, 0, 0, 0, 0, 0, 0),
+            *(_UUID, bytes(16), _INCOMPAT_DEVICES if device_blocks else 0, 0),
+            *((1, (1024 + _SUPERBLOCK.size) // _DEVICE_SLOT) if device_blocks else (0, 0)),
+            *(0, 0, 0, 0),
         )
+        if device_blocks:  # struct erofs_deviceslot: tag, blocks, where they begin
+            superblock += struct.pack("<64sII56x", b"", device_blocks, DEVICE_BLOCK)
         _write(self.fd, bytes(meta) + bytes(extra), meta_block * BLOCK)
         _write(self.fd, superblock, 1024)
         os.truncate(self.fd, self.block * BLOCK)

@@ -25,7 +25,7 @@ import structlog
 
 from dsec import syscalls
 from dsec.errors import Conflict, DsecError, InvalidRequest, NodeError, NotFound, Unavailable
-from dsec.layers import fuse, index, manifest, mounts, split, tools
+from dsec.layers import blobrange, fuse, index, manifest, mounts, objects, split, tools
 from dsec.layers.chunks import Filler
 from dsec.layers.lazy import being_filled
 from dsec.layers.mounts import LayerMount, Lazy
@@ -223,7 +223,7 @@ class NodeLayers:
     async def mount_plan(self, digest: str) -> LayerMount:
         """As `LayerStore.mount_plan`; a partly filled layer comes with where its chunks are, or is fetched whole first."""
         await tools.in_thread(self._used, digest)
-        if self.partial(digest) and not await self._can_be_lazy():
+        if self.partial(digest) and not await self.can_be_lazy():
             await self.pull(digest)
         plan = await self.store.mount_plan(digest)
         if not self.partial(digest):
@@ -244,7 +244,8 @@ class NodeLayers:
         )
         return msgspec.structs.replace(plan, lazy=lazy)
 
-    async def _can_be_lazy(self) -> bool:
+    async def can_be_lazy(self) -> bool:
+        """Whether this node can fill layers as they are read; tried once."""
         if not self.way:
             self.way, self.why_not_lazy = await tools.in_thread(way_to_load, self.lazy)
         return self.way != "whole"
@@ -266,10 +267,21 @@ class NodeLayers:
         info = await self.store.info(digest)
         if not info.remote:
             raise NodeError("the layer is not whole, and its store is not known", field="layer", value=digest, retryable=False)
-        remote = self.remote if self.remote is not None and self.remote.url == info.remote else RemoteStore(info.remote)
         started = time.monotonic()
-        fetched = await tools.in_thread(fill, self.store, digest, lambda offset, size: remote.range_sync(digest, offset, size))
+        fetched = await tools.in_thread(self._fill, info)
         progress(f"{digest[:19]}: {fetched / 1e6:.1f} MB fetched in {time.monotonic() - started:.1f} s")
+
+    def _fill(self, info: LayerInfo) -> int:
+        """`fill` from where the layer came from."""
+        digest = info.digest
+        if info.remote.startswith(objects.REGISTRY):
+            blob = blobrange.BlobRange(info.remote, manifest.load(self.store.side(digest, ".manifest"), digest))
+            try:
+                return fill(self.store, digest, blob)
+            finally:
+                blob.close()
+        remote = self.remote if self.remote is not None and self.remote.url == info.remote else RemoteStore(info.remote)
+        return fill(self.store, digest, lambda offset, size: remote.range_sync(digest, offset, size))
 
     # --- the cache -------------------------------------------------------------------------------------------------
 
@@ -301,7 +313,9 @@ class NodeLayers:
             digest = record.stem.replace("-", ":", 1)
             try:
                 info = msgspec.json.decode(record.read_bytes(), type=LayerInfo)
-                if info.remote:
+                if info.remote and not info.remote.startswith(
+                    objects.REGISTRY
+                ):  # a part of an image: only the image knows it, by its digest
                     size = sum(os.stat(self.store.side(digest, suffix)).st_blocks * 512 for suffix in (".erofs", ".data"))
                     rows.append((record.stat().st_mtime, size, digest))
             except (FileNotFoundError, msgspec.DecodeError):

@@ -73,10 +73,10 @@ class Blob:
         self._ahead: list[int] = spec["ahead"]
         self._patience: float = spec["patience"]
         self._told = 0.0
-        hexname = self.name.removeprefix("sha256:")
-        self._key = f"layers/{hexname}/data"
-        self._store = worker.store(spec["remote"])
         known = manifest.load(spec["manifest"], self.name)
+        self._get = self._source(spec["remote"], known)
+        if spec["remote"].startswith(objects.REGISTRY):  # a registry is no store to stand on: all of it comes, behind what is read
+            self._ahead = list(range(len(known.chunks)))
         self.filler = Filler(self.fd, known, bitmap(spec["data"]), self.fetch, worker.pool, self.whole)
         self.closed = False
 
@@ -84,19 +84,31 @@ class Blob:
 
     def fetch(self, offset: int, length: int) -> bytes:
         """Bytes of the blob from the store; tries again while the readers have patience. Raises `OSError` EIO."""
-        import obstore
-
         end = time.monotonic() + self._patience
         pause = 0.05
         while True:
             try:
-                with objects.errors(self.name):
-                    return bytes(obstore.get_range(self._store, self._key, start=offset, length=length))
+                return self._get(offset, length)
             except DsecError as error:
                 if not error.retryable or time.monotonic() + pause > end:
                     raise OSError(errno.EIO, str(error)) from error
             time.sleep(pause)
             pause = min(pause * 2, 1.0)
+
+    def _source(self, url: str, known: manifest.Manifest) -> Callable[[int, int], bytes]:
+        if url.startswith(objects.REGISTRY):
+            from dsec.layers import blobrange  # few layers need it, and what it needs
+
+            return blobrange.BlobRange(url, known)
+        import obstore
+
+        store, key = self.worker.store(url), f"layers/{self.name.removeprefix('sha256:')}/data"
+
+        def get(offset: int, length: int) -> bytes:
+            with objects.errors(self.name):
+                return bytes(obstore.get_range(store, key, start=offset, length=length))
+
+        return get
 
     def whole(self) -> None:
         self.write_touched()

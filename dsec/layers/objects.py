@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
 FIELD = "layers.remote"
+REGISTRY = "oci://"  # no store: a blob of a registry (`blobrange`)
 _S3_OPTIONS = ("endpoint", "region", "credentials", "profile")
 _KEYS = {
     "aws_access_key_id": "access_key_id",

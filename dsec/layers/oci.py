@@ -67,6 +67,7 @@ async def import_image(
 
 
 Convert = Callable[[], Awaitable[LayerRef]]
+Lazily = Callable[[Source, Manifest, str, Sequence[str], Path, Progress], Awaitable[LayerRef | None]]
 Share = Callable[[str, Sequence[str], Convert, Progress], Awaitable[LayerRef]]
 
 
@@ -79,14 +80,17 @@ async def take(
     limit: int = COLLAPSE_LIMIT,
     progress: Progress = silent,
     share: Share | None = None,
+    lazily: Lazily | None = None,
 ) -> LayerRef:
     """Bring an image into the store under ``names``. Nothing is done when it is there already, made the same way. ``share``: asks others
-    for what they have made of it (`sharing`)."""
-    manifest, _ = await image.manifest()
+    for what they have made of it (`sharing`). ``lazily``: takes an image that can be read in parts, or does not."""
+    manifest, digest = await image.manifest()
     assert manifest.config is not None
+    if lazily is not None and (ref := await lazily(image, manifest, digest, names, stage, progress)) is not None:
+        return ref
     # The configuration names the uncompressed layers, which are checked: how they are compressed, and where they lie, is all the same.
     recipe = hashlib.sha256(json.dumps([_RECIPE, manifest.config.digest, platform.machine(), limit]).encode()).hexdigest()
-    if ready := await _cached(store, recipe):
+    if ready := await cached(store, recipe):
         progress(f"{names[0]} is up to date")
         for name in names:
             await store.tag(name, ready)
@@ -151,7 +155,7 @@ async def _convert(
     return LayerRef(name=names[0], digest=ref.digest)
 
 
-async def _cached(store: LayerStore, recipe: str) -> str:
+async def cached(store: LayerStore, recipe: str) -> str:
     for info in await store.list():
         if info.recipe == recipe:
             try:
@@ -178,6 +182,17 @@ async def _collapsed(store: LayerStore, trees: list[Path], stage: Path, meta: La
     return await store.put_image(image, "", meta)
 
 
+async def stacked(store: LayerStore, digests: Sequence[str], stage: Path, meta: LayerInfo) -> LayerRef:
+    """A layer without files that names those of an image, topmost first."""
+    mark = stage / "mark"
+    mark.mkdir(0o755)
+    os.setxattr(mark, "trusted.dsec.image", meta.recipe.encode())
+    os.utime(mark, (0, 0))
+    await tools.in_thread(_draw_tree, mark, stage / "image-mark")
+    record = msgspec.structs.replace(meta, parents=tuple(digests), stack=tuple(digests))
+    return await store.put_image(stage / "image-mark", "", record)
+
+
 async def _each(store: LayerStore, trees: list[Path], stage: Path, meta: LayerInfo) -> LayerRef:
     """A layer of ours for each of the image's, which other images may share, and one without files that names them all."""
     digests: list[str] = []
@@ -187,13 +202,7 @@ async def _each(store: LayerStore, trees: list[Path], stage: Path, meta: LayerIn
         source = f"{meta.source} layer {number + 1} of {len(trees)}"
         ref = await store.put_image(image, "", LayerInfo(digest="", stored="erofs", size=0, source=source, at="/"))
         digests = [ref.digest, *(digest for digest in digests if digest != ref.digest)]
-    mark = stage / "mark"
-    mark.mkdir(0o755)
-    os.setxattr(mark, "trusted.dsec.image", meta.recipe.encode())
-    os.utime(mark, (0, 0))
-    await tools.in_thread(_draw_tree, mark, stage / "image-mark")
-    record = msgspec.structs.replace(meta, parents=tuple(digests), stack=tuple(digests))
-    return await store.put_image(stage / "image-mark", "", record)
+    return await stacked(store, digests, stage, meta)
 
 
 def _draw_tree(tree: Path, image: Path) -> None:

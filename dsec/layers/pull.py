@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
-from dsec.errors import Denied, DsecError, Unavailable
-from dsec.layers import oci, oci_model
+from dsec.errors import Denied, DsecError, InvalidRequest, Unavailable, Unsupported
+from dsec.layers import oci, oci_lazy, oci_model, stargz
 from dsec.layers.fetch import NodeLayers
+from dsec.layers.oci_local import Source
 from dsec.layers.registry import Registry
 from dsec.layers.sharing import Sharing
 from dsec.layers.store import LayerStore
@@ -27,6 +29,7 @@ async def pull(
     limit: int = oci.COLLAPSE_LIMIT,
     progress: Progress = silent,
     share: oci.Share | None = None,
+    lazily: oci.Lazily | None = None,
 ) -> LayerRef:
     """Bring an image of a registry into the store as the layer ``name`` (default: the image's own name, as given and in full).
 
@@ -39,7 +42,7 @@ async def pull(
     source = Registry(reference)
     try:
         async with store.staging() as stage:
-            return await oci.take(store, source, names, stage, limit=limit, progress=progress, share=share)
+            return await oci.take(store, source, names, stage, limit=limit, progress=progress, share=share, lazily=lazily)
     finally:
         await source.close()
 
@@ -64,6 +67,7 @@ class Puller:
     """
 
     def __init__(self, layers: NodeLayers, registries: Sequence[str], told: Callable[[str, str, str], None] | None = None) -> None:
+        self.layers = layers
         self.store = layers.store
         self.sharing = Sharing(layers, lambda image, digest: self.told("image_shared", image, digest))
         self.registries = frozenset(registries)
@@ -102,7 +106,7 @@ class Puller:
     async def _pull(self, name: str, key: str, job: Job) -> LayerRef:
         self.told("image_pulling", key, "")
         try:
-            ref = await pull(self.store, name, progress=job.say, share=self.sharing.obtain)
+            ref = await pull(self.store, name, progress=job.say, share=self.sharing.obtain, lazily=self._lazily)
         except DsecError as error:
             unreachable = isinstance(error, Unavailable) and error.reason == "registry"
             self._failed[_host(oci_model.parse(name).registry) if unreachable else key] = (time.monotonic(), error)
@@ -112,6 +116,20 @@ class Puller:
             self._jobs.pop(key, None)
         self.told("image_pulled", key, f"{ref.digest[:19]} in {time.monotonic() - job.began:.1f} s")
         return ref
+
+    async def _lazily(
+        self, image: Source, found: oci_model.Manifest, digest: str, names: Sequence[str], stage: Path, progress: Progress
+    ) -> LayerRef | None:
+        """An image of eStargz layers is read out of its registry, unless nodes share a store: there it is converted, once for all."""
+        if self.layers.remote is not None or not isinstance(image, Registry) or not stargz.offered(found.layers or []):
+            return None
+        if not await self.layers.can_be_lazy():
+            return None
+        try:
+            return await oci_lazy.take(self.store, image, found, digest, names, stage, progress)
+        except (Unsupported, InvalidRequest) as error:
+            progress(f"fetched whole: {error}")
+            return None
 
     async def close(self) -> None:
         """Give up what is under way; nothing of it stays."""

@@ -24,7 +24,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from dsec.errors import Denied, DsecError, InvalidRequest, NodeError, NotFound, Unavailable
+from dsec.errors import Denied, DsecError, InvalidRequest, NodeError, NotFound, Unavailable, Unsupported
 from dsec.layers import oci_model, tools
 from dsec.layers.oci_model import DOCKER_HUB, INDEX_TYPES, MANIFEST_TYPES, MAX_DOCUMENT, Descriptor, Manifest, Reference
 
@@ -116,6 +116,22 @@ class Registry:
             reader.exception()  # seen: what the download says is told instead
             raise
         return await reader
+
+    async def range(self, digest: str, start: int, length: int) -> bytes:
+        """A part of a blob; whoever asks knows how to check it. Raises `Unsupported` where the registry gives whole blobs only."""
+        async for attempt in self._attempts():
+            async with attempt:
+                asked = {"Range": f"bytes={start}-{start + length - 1}"}
+                async with self._get(f"{self._base}/blobs/{digest}", asked) as response:
+                    if response.status != 206:
+                        raise Unsupported(f"{self.reference.registry} does not give parts of blobs", field="image", reason="range")
+                    data = b""
+                    while len(data) < length and (piece := await response.content.read(length - len(data))):
+                        data += piece
+                    if len(data) < length:
+                        raise Unavailable("the download broke off", field="image", value=digest)
+                    return data
+        raise AssertionError("an attempt returns or raises")
 
     async def _feed(self, blob: Descriptor, feed: _Feed) -> None:
         url = f"{self._base}/blobs/{blob.digest}"

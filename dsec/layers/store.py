@@ -455,7 +455,8 @@ class LayerStore:
         if info.stored == "split":
             if self.side(info.digest, ".data.map").exists():
                 raise NodeError("the layer is not whole here yet", field="layer", value=info.digest, fix="fetch it with `dsec layer fetch`")
-            actual = manifest.digest(manifest.encode(manifest.survey(blob, self.side(info.digest, ".data"))))
+            known = manifest.load(self.side(info.digest, ".manifest"), info.digest)
+            actual = info.digest if manifest.check(known, blob, self.side(info.digest, ".data")) else "something else"
         else:
             actual = erofs.file_digest(blob) if info.stored == "erofs" else erofs.tree_digest(blob)
         if actual != info.digest:
