@@ -4,7 +4,7 @@
  * over it and entered. So there is nothing of the node below, and no walk over all tasks of the node (pivot_root's) either.
  *
  * The user namespace is joined late, when every mount is made: mounts belong to the node's user namespace, so that root inside
- * can neither undo a mask nor mount. The namespaces that root inside may govern (network, IPC, UTS) are made after it.
+ * can neither undo a mask nor mount. The namespaces that root inside may govern (network, IPC, UTS) were made in it.
  *
  * The cgroups are joined after the mounts: a superblock that is made inside a memory cgroup keeps that cgroup's shrinker maps
  * alive long after its removal. */
@@ -98,8 +98,7 @@ static void join_groups(const struct prepared *p) {
 }
 
 /* Raw calls: this process has one thread, and libc's would look for others. */
-static void join_user_namespace(int userns) {
-    if (userns >= 0 && setns(userns, CLONE_NEWUSER)) fail("join the user namespace");
+static void become_root(void) {
     if (syscall(SYS_setgroups, 0, 0) || syscall(SYS_setresgid, 0, 0, 0) || syscall(SYS_setresuid, 0, 0, 0)) fail("become root inside");
 }
 
@@ -108,6 +107,21 @@ static void raise_loopback(void) {
     int fd = socket(AF_INET, SOCK_DGRAM | SOCK_CLOEXEC, 0);
     if (fd < 0 || ioctl(fd, SIOCSIFFLAGS, &request)) fail("raise the loopback interface");
     close(fd);
+}
+
+/* Those that root inside governs: the nurse has made them, in the user namespace; without one they are made here. */
+static void join_namespaces(const struct prepared *p) {
+    int others = (int)p->order->namespaces & (CLONE_NEWIPC | CLONE_NEWUTS | CLONE_NEWNET);
+    if (p->nurse >= 0) {
+        char told;
+        if (read(p->nurse_told, &told, 1) != 1) errno = ECHILD, fail("make the namespaces %#x", (unsigned)others);
+        if (setns(p->nurse, CLONE_NEWUSER | others)) fail("join the user namespace");
+    } else {
+        if (others && unshare(others)) fail("make the namespaces %#x", (unsigned)others);
+        if (others & CLONE_NEWNET) raise_loopback();
+    }
+    become_root();
+    if (others & CLONE_NEWUTS && sethostname(p->order->hostname, strlen(p->order->hostname))) fail("set the host name");
 }
 
 /* Both are moved above the numbers that they get, so that neither can overwrite the other. Standard error is the holder's log. */
@@ -133,11 +147,7 @@ void become_sandbox(const struct prepared *p) {
     snprintf(text, sizeof text, "%d", o->oom);
     if (o->has_oom) write_file("/proc/self/oom_score_adj", text);
     join_groups(p);
-    join_user_namespace(p->userns);
-    int rest = (int)o->namespaces & (CLONE_NEWIPC | CLONE_NEWUTS | CLONE_NEWNET);
-    if (rest && unshare(rest)) fail("make the namespaces %#x", (unsigned)rest);
-    if (o->namespaces & CLONE_NEWUTS && sethostname(o->hostname, strlen(o->hostname))) fail("set the host name");
-    if (o->namespaces & CLONE_NEWNET) raise_loopback();
+    join_namespaces(p);
     umask(022);
     if (setsid() < 0) fail("make a session");
     take_away(o);

@@ -48,7 +48,17 @@ struct upper {
 };
 
 int configure(int context, int command, const char *key, const void *value, int aux);
-int make_userns(uint32_t base, uint32_t count);
+/* A user namespace that nobody lives in: a child makes it, its maps are written, the descriptor keeps it. Its owner is the id that root
+ * inside has outside: the kernel counts what a namespace uses of its tables (inotify instances and watches, namespaces) for its owner too,
+ * so a sandbox that takes all there is takes it from itself alone.
+ *
+ * With `kept` the child goes on to make `others` (network, IPC, UTS) in it, while its parent does something else: making a network namespace
+ * is the longest step of a launch. It says so by one byte on `told`; to be joined by its pid, and dismissed. */
+struct nurse {
+    int pid, told;
+};
+int make_userns(uint32_t base, uint32_t count, int others, struct nurse *kept);
+void dismiss(struct nurse *nurse);
 /* A private copy of a mount; `path` is relative to `fd`, or empty for the mount itself. */
 int clone_mount(int fd, const char *path, int userns);
 int make_upper(const struct upper *upper, int userns);
@@ -119,7 +129,7 @@ bool parse_order(const uint8_t *data, size_t size, const char **env, struct orde
 
 struct prepared {
     const struct order *order;
-    int overlay, upper, listener, userns, empty_namespace, empty_directory, news;
+    int overlay, upper, listener, nurse, nurse_told, empty_namespace, empty_directory, news;
     const int *nodes;  /* a detached mount for each of the order's nodes */
     const int *groups; /* open files */
 };

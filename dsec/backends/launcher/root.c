@@ -2,6 +2,7 @@
 #include "launcher.h"
 #include <errno.h>
 #include <fcntl.h>
+#include <net/if.h>
 #include <sched.h>
 #include <signal.h>
 #include <stdio.h>
@@ -9,6 +10,7 @@
 #include <sys/fsuid.h>
 #include <sys/ioctl.h>
 #include <sys/prctl.h>
+#include <sys/socket.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
 #include <sys/wait.h>
@@ -20,43 +22,71 @@ int configure(int context, int command, const char *key, const void *value, int 
     return syscall(SYS_FSCONFIG, context, command, key, value, aux);
 }
 
-/* A user namespace that nobody lives in: a child makes it, its maps are written, the descriptor keeps it. The runtime joins it.
- * Its owner is the id that root inside has outside: the kernel counts what a namespace uses of its tables (inotify instances
- * and watches, namespaces) for its owner too, so a sandbox that takes all there is takes it from itself alone. */
-int make_userns(uint32_t base, uint32_t count) {
-    int made[2];
-    if (pipe2(made, O_CLOEXEC)) fail("make a pipe");
+static void raise_loopback(void) {
+    struct ifreq request = {.ifr_name = "lo", .ifr_flags = IFF_UP | IFF_RUNNING};
+    int fd = socket(AF_INET, SOCK_DGRAM | SOCK_CLOEXEC, 0);
+    if (fd < 0 || ioctl(fd, SIOCSIFFLAGS, &request)) _exit(errno);
+    close(fd);
+}
+
+/* The life of a nurse: it makes the user namespace, lets its maps be written, then the others in it, and holds them. */
+__attribute__((noreturn)) static void nurse(int tell, int hear, uint32_t base, int others) {
+    char go;
+    /* The raw calls: this process has one thread, and libc's would look for others. */
+    if (syscall(SYS_setgroups, 0, 0) || syscall(SYS_setresgid, base, base, base) || syscall(SYS_setresuid, base, base, base) || unshare(CLONE_NEWUSER))
+        _exit(errno);
+    prctl(PR_SET_PDEATHSIG, SIGKILL); /* after the change of ids, which clears it */
+    if (write(tell, "", 1) != 1) _exit(errno);
+    if (others) {
+        if (read(hear, &go, 1) != 1) _exit(0);
+        if (unshare(others)) _exit(errno);
+        if (others & CLONE_NEWNET) raise_loopback();
+        if (write(tell, "", 1) != 1) _exit(errno);
+    }
+    for (;;) pause();
+}
+
+int make_userns(uint32_t base, uint32_t count, int others, struct nurse *kept) {
+    int made[2], go[2];
+    if (pipe2(made, O_CLOEXEC) || pipe2(go, O_CLOEXEC)) fail("make a pipe");
     long child = syscall(SYS_clone, (unsigned long)SIGCHLD, 0, 0, 0, 0);
     if (child < 0) fail("make a process for a user namespace");
     if (child == 0) {
-        close(made[0]);
-        /* The raw calls: this process has one thread, and libc's would look for others. */
-        if (syscall(SYS_setgroups, 0, 0) || syscall(SYS_setresgid, base, base, base) || syscall(SYS_setresuid, base, base, base) || unshare(CLONE_NEWUSER))
-            _exit(errno);
-        prctl(PR_SET_PDEATHSIG, SIGKILL); /* after the change of ids, which clears it */
-        if (write(made[1], "", 1) != 1) _exit(errno);
-        for (;;) pause();
+        close(made[0]), close(go[1]);
+        nurse(made[1], go[0], base, others);
     }
-    close(made[1]);
+    close(made[1]), close(go[0]);
+    if (kept) *kept = (struct nurse){.pid = (int)child, .told = made[0]};
     char path[64], map[64];
     int status = 0;
     if (read(made[0], path, 1) != 1) {
         waitpid(child, &status, 0);
+        if (kept) kept->pid = 0;
         errno = WEXITSTATUS(status);
         fail("make a user namespace");
     }
-    close(made[0]);
     snprintf(map, sizeof map, "0 %u %u", base, count);
     snprintf(path, sizeof path, "/proc/%ld/uid_map", child);
     write_file(path, map);
     snprintf(path, sizeof path, "/proc/%ld/gid_map", child);
     write_file(path, map);
+    if (others && write(go[1], "", 1) != 1) fail("go on with the namespaces");
     snprintf(path, sizeof path, "/proc/%ld/ns/user", child);
     int fd = open(path, O_RDONLY | O_CLOEXEC);
     if (fd < 0) fail("open %s", path);
+    close(go[1]);
+    if (kept) return fd;
+    close(made[0]);
     kill(child, SIGKILL);
     waitpid(child, 0, 0);
     return fd;
+}
+
+void dismiss(struct nurse *nurse) {
+    if (nurse->pid <= 0) return;
+    kill(nurse->pid, SIGKILL);
+    waitpid(nurse->pid, 0, 0);
+    nurse->pid = 0;
 }
 
 static void idmap(int mount, int userns) {

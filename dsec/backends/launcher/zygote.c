@@ -46,6 +46,7 @@ static const char *environment[MAX_ENV + 1];
 static struct order order;
 static int fds[MAX_FDS], fd_count;
 static int nodes[NODE_COUNT], empty_directory, empty_namespace, first_free, news_pipe;
+static struct nurse nurse;
 static jmp_buf failed;
 static int failed_error;
 static char failed_text[MAX_TEXT];
@@ -177,13 +178,16 @@ static struct started start(void) {
         if ((groups[i] = open(order.groups[i], O_WRONLY | O_CLOEXEC)) < 0) fail("open %s", order.groups[i]);
     int group2 = order.group2 ? open(order.group2, O_PATH | O_DIRECTORY | O_CLOEXEC) : 0;
     if (group2 < 0) fail("open %s", order.group2);
-    int userns = order.has_ids ? make_userns(order.base, order.count) : -1;
+    int others = (int)order.namespaces & (CLONE_NEWNET | CLONE_NEWIPC | CLONE_NEWUTS);
+    int userns = order.has_ids ? make_userns(order.base, order.count, others, &nurse) : -1;
+    int nursed = order.has_ids ? (int)syscall(SYS_pidfd_open, nurse.pid, 0) : -1;
+    if (order.has_ids && nursed < 0) fail("open the nurse of the namespaces");
     for (uint32_t i = 0; i < order.lowers; i++) lowers[i] = clone_mount(fds[2 + i], "", userns);
     int upper = make_upper(&order.upper, userns);
     int overlay = overlay_by_descriptors(lowers, (int)order.lowers, upper, order.base, true);
     int kept = keep_upper(upper);
     struct prepared prepared = {
-        .order = &order, .overlay = overlay, .upper = kept, .listener = fds[1], .userns = userns, .empty_namespace = empty_namespace,
+        .order = &order, .overlay = overlay, .upper = kept, .listener = fds[1], .nurse = nursed, .nurse_told = nurse.told, .empty_namespace = empty_namespace,
         .empty_directory = empty_directory, .nodes = chosen, .groups = groups,
     };
     int ends[2], pidfd = -1;
@@ -263,6 +267,7 @@ int zygote_main(void) {
             follow(&child, &answer);
         }
         reply(&answer, child.pidfd);
+        dismiss(&nurse);
         syscall(SYS_CLOSE_RANGE, first_free, ~0u, 0);
     }
     return 0;
