@@ -138,22 +138,11 @@ class Holder(OnDemand, Zygotes, DiskStores, Heirs):
         """Keep a layer's mount. A kernel that cannot clone detached mounts (before Linux 6.15) gets it attached here; the descriptor
         is good for both."""
         if self.by_paths:
-            place = f"{self.place}/held-{key.removeprefix('sha256:')[:64]}"
+            place = f"{self.place}/held-{time.monotonic_ns()}"
             os.mkdir(place, 0o700)
             syscalls.move_mount(fd, place)
             self.attached[key] = place
         self.layers[key] = fd
-
-    def replace(self, key: str, fd: int) -> None:
-        """Another mount of the same layer, for launches from now on."""
-        if (old := self.layers.pop(key, None)) is None:
-            os.close(fd)
-            return
-        os.close(old)
-        if place := self.attached.pop(key, ""):
-            syscalls.umount2(place, syscalls.MNT_DETACH)
-            os.rmdir(place)
-        self._hold(key, fd)
 
     # --- requests --------------------------------------------------------------------------------------------------
 
@@ -407,6 +396,7 @@ class Holder(OnDemand, Zygotes, DiskStores, Heirs):
                     kind, box = self.by_fd[fd]
                     (self.launcher_ended if kind == "launcher" else self.init_ended)(box)
             self.look_after()
+            self.sweep()
             if self.edges or self.sandboxes:
                 self.alone_since = time.monotonic()
             else:

@@ -12,8 +12,10 @@ import fcntl
 import os
 import select
 import sys
+import time
 from typing import TYPE_CHECKING, Any
 
+from dsec import syscalls
 from dsec.backends.holder_parts import Call, Edge, Refused
 
 if TYPE_CHECKING:
@@ -22,19 +24,24 @@ if TYPE_CHECKING:
 
 _FAST_DEATHS = 20  # after so many the worker is not started again at once: something is wrong with this node
 
+_RETIRED_S = 30.0  # longer than any launch takes
+
 
 class OnDemand:
     """Mixed into the holder."""
 
     edges: dict[int, Edge]
+    layers: dict[str, int]
+    attached: dict[str, str]
 
     def __init__(self) -> None:
         self.epoll = select.epoll()
         self._loader: Loader | None = None
         self._loader_fds: tuple[int, int] = (-1, -1)
         self._by_fuse: dict[str, LayerMount] = {}  # what is mounted so, until it is whole
+        self._retired: list[tuple[float, int, str]] = []
 
-    def replace(self, key: str, fd: int) -> None:
+    def _hold(self, key: str, fd: int) -> None:
         raise NotImplementedError
 
     def _send(self, edge: Edge, body: dict[str, Any], fds: tuple[int, ...] = ()) -> None:
@@ -145,7 +152,7 @@ class OnDemand:
         kit.settle()
         if (mount := self._by_fuse.pop(name, None)) is not None:
             try:
-                self.replace(name, open_layer(mount))
+                self._replace(name, open_layer(mount))
             except OSError as error:
                 sys.stderr.write(f"holder: {name} stays behind FUSE: {error}\n")
 
@@ -190,7 +197,24 @@ class OnDemand:
             self._watch_loader(self._loader.start)
         return True
 
+    def sweep(self) -> None:
+        """Let go of mounts that were replaced a while ago."""
+        while self._retired and self._retired[0][0] < time.monotonic():
+            _, fd, place = self._retired.pop(0)
+            os.close(fd)
+            if place:
+                syscalls.umount2(place, syscalls.MNT_DETACH)
+                os.rmdir(place)
+
     # --- inside ----------------------------------------------------------------------------------------------------
+
+    def _replace(self, key: str, fd: int) -> None:
+        """Another mount of the same layer, for launches from now on. Those that have begun may still need the one before."""
+        if (old := self.layers.pop(key, -1)) < 0:
+            os.close(fd)
+            return
+        self._retired.append((time.monotonic() + _RETIRED_S, old, self.attached.pop(key, "")))
+        self._hold(key, fd)
 
     def _get_loader(self) -> Loader:
         if self._loader is None:

@@ -27,7 +27,7 @@ from dsec.model import MIB, ExecSpec, ExitReason, LayerRef, Resources
 from tests.fixtures_backend import Yard, build_small_base
 from tests.layer_box import Server
 
-pytestmark = [pytest.mark.needs("erofs_file", "overlay_fd"), pytest.mark.timeout(90)]
+pytestmark = [pytest.mark.needs("erofs_file", "overlay_fd"), pytest.mark.timeout(180)]
 both_ways = pytest.mark.parametrize("way", ["fanotify", "fuse"])
 both_ways_slowly = pytest.mark.parametrize("way", ["fanotify", pytest.param("fuse", marks=pytest.mark.slow)])
 ROOT = Path(__file__).resolve().parents[2]
@@ -246,3 +246,31 @@ async def test_the_cache_makes_room_by_layers_that_no_sandbox_stands_on(leftover
     box = await backend.launch(cold.plan(backend.node, base=ref, resources=SMALL))
     assert await hashed(box, FILES[0]) == base.hashes[:1]
     await box.stop()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lacking", ["fanotify", "fanotify,overlay_fd"])
+async def test_a_whole_layer_leaves_fuse_when_the_last_sandbox_behind_it_ends(
+    leftovers: object, cold: Yard, base: Base, lacking: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next sandbox stands on the plain file; the loader serves the first one to its end, and then nothing."""
+    monkeypatch.setenv("DSEC_DISABLE", lacking)
+    backend, ref = await prepared(cold)
+    first = await backend.launch(cold.plan(backend.node, base=ref, resources=SMALL))
+    assert cold.layers.way == "fuse"
+    await cold.layers.pull(ref.digest)
+    assert await hashed(first) == base.hashes
+    await asyncio.sleep(1.5)  # the loader looks every half second
+    second = await backend.launch(cold.plan(backend.node, base=ref, resources=SMALL))
+    assert await hashed(second) == base.hashes
+    await asyncio.sleep(35)  # the mount that was replaced is kept for launches under way
+    assert (await backend._holder.request("ondemand"))["layers"] == [ref.digest]
+    await first.stop()
+    for _ in range(100):
+        if (await backend._holder.request("ondemand"))["layers"] == []:
+            break
+        await asyncio.sleep(0.1)
+    assert (await backend._holder.request("ondemand"))["layers"] == []
+    assert backend._holder.kits == {}
+    assert await hashed(second) == base.hashes
+    await second.stop()
