@@ -157,7 +157,9 @@ class LayersConfig(Room, frozen=True):
         tuple[str, ...],
         Meta(description='registries that sandboxes may name images of ("python:3.12"), pulled when absent; "*" = any, [] = no pulls'),
     ] = ("docker.io", "ghcr.io", "quay.io", "gcr.io", "mcr.microsoft.com", "public.ecr.aws", "registry.k8s.io")
-    on_demand: Annotated[bool, Meta(description="fill layers of the remote store, and eStargz images, as they are read, where the kernel can")] = True
+    on_demand: Annotated[
+        bool, Meta(description="fill layers of the remote store, and eStargz images, as they are read, where the kernel can")
+    ] = True
     patience_ms: Annotated[
         int, Meta(ge=100, le=600_000, description="how long a reader waits for a remote store that does not answer; then EIO")
     ] = 10_000
