@@ -279,7 +279,7 @@ _tried(
 _tried("fuse", "/dev/fuse serves a file", fuse.attempt, "without fanotify too, layers are fetched whole", "modprobe fuse", "fallback")
 
 
-@_check("on_demand", "a layer that is not here yet costs more than what is read of it", "use a kernel >= 6.14")
+@_check("on_demand", "what is read first of a layer passes through user space, or all of it is fetched before", "use a kernel >= 6.14")
 def _on_demand() -> Answer:
     way, why = way_to_load()
     how = {"fanotify": "filled as read, under fanotify", "fuse": "filled as read, through FUSE", "whole": "fetched whole first"}[way]
