@@ -126,7 +126,7 @@ class Many:
         """All that are chosen, with their projects. A node that does not answer is asked again for a while: it may be restarting.
 
         Raises `Unavailable` when one stays silent and nothing was found elsewhere."""
-        end = asyncio.get_running_loop().time() + MANY_TIMEOUT / 2
+        end = asyncio.get_running_loop().time() + MANY_TIMEOUT * 2
         found: dict[str, str] = {}
         while True:
             replies, silent = await self._wire.everyone("list", selector, ListReply, timeout=MANY_TIMEOUT / 6, below=below)
