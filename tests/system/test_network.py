@@ -158,6 +158,14 @@ async def eventually(what: Any, seconds: float = 5.0) -> bool:
     return True
 
 
+def is_running(pid: int) -> bool:
+    """False for one that has ended and whose parent, this process, has not asked yet."""
+    try:
+        return bool(Path(f"/proc/{pid}/cmdline").read_bytes())
+    except OSError:
+        return False
+
+
 def links(prefix: str) -> list[str]:
     return [name for _, name in socket.if_nameindex() if name.startswith(prefix)]
 
@@ -545,3 +553,21 @@ async def test_kernel_has_what_the_messages_said(node: Yard) -> None:
                 assert neighbours[address].get_attr("NDA_LLADDR") == wiring.mac.hex(":")
 
     await asyncio.to_thread(look)
+
+
+async def test_orphans_take_their_network_along(node: Yard) -> None:
+    """When no Edge returns to an open sandbox in time, interface, rules, gateway and resolver go with it."""
+    from tests.system.test_holder import holder_pid
+    from tests.system.test_orphans import until_gone
+
+    backend = await node.backend(network=CONFIG, orphan_grace=0.5, holder_linger=0.2)
+    box = await start(node, backend)
+    assert await get(box, "www.outside.test") in (NODE4, NODE6)
+    holder = holder_pid(backend)
+    resolver = (await backend.network.resolver())["pid"]
+    await backend.close()
+    await until_gone(holder, box.pid)
+    assert await eventually(lambda: not links("ds"))
+    assert await eventually(lambda: not is_running(resolver))
+    assert output("nft", "list", "tables") == ""
+    assert "proto 213" not in output("ip", "route", "show", "table", "all")
