@@ -74,6 +74,7 @@ class Log:
     def __init__(self, *, loaded: bool) -> None:
         self.next = 1
         self.trimmed = 0
+        self.over = False
         self.steps: dict[str, Step] = {}
         self.bytes = 0
         self.plain: OrderedDict[int, Command] = OrderedDict()
@@ -104,6 +105,14 @@ class Commands:
     def created(self, ulid: str) -> None:
         """A sandbox of this Edge's own: nothing of it need be read."""
         self._fresh.add(ulid)
+
+    def left(self, ulid: str) -> None:
+        """It has ended: what is asked of it from now on is read from the disk."""
+        self._fresh.discard(ulid)
+        its = self._logs.get(ulid)
+        if its is not None:
+            its.over = True
+            self._dirty.add(ulid)  # the next flush lets go of it
 
     def forgotten(self, ulid: str) -> None:
         self._fresh.discard(ulid)
@@ -142,14 +151,16 @@ class Commands:
                 if its.next > its.trimmed + 2 * KEEP_PLAIN:
                     its.trimmed = its.next - KEEP_PLAIN
                     trims.append((ulid, its.trimmed))
-            if not rows:
-                return
             try:
-                await self._store.put_commands(rows)
+                if rows:
+                    await self._store.put_commands(rows)
                 if trims:
                     await self._store.trim_commands(trims)
             except NodeError as error:
                 log.error("commands.not_written", count=len(rows), error=str(error))
+            for ulid in ulids:
+                if (its := self._logs.get(ulid)) is not None and its.over and not its.dirty:
+                    del self._logs[ulid]
 
     async def listing(self, ulid: str, after: int, limit: int) -> tuple[tuple[Command, ...], bool]:
         """Commands behind number ``after``, and whether there are more."""

@@ -206,6 +206,7 @@ class Edge:
         record = sandbox.record
         self.intake.inboxes.pop(record.ulid, None)
         self.leases.remove(record.ulid)
+        self.commands.left(record.ulid)
         if self.leave(sandbox):
             self.ended[record.ulid] = (record, sandbox.story)
             self.intake.slots.give_back(sandbox.slot)

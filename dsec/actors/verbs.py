@@ -159,7 +159,7 @@ class Verbs:
         if request.spec is not None:
             async with sandbox.awake(context.deadline) as instance:
                 status = await instance.link.start(request.op, _with_defaults(request.spec, sandbox))
-            seq = await self.edge.commands.begun(sandbox.record.ulid, request.op, request.spec)
+            seq = 0 if request.spec.service else await self.edge.commands.begun(sandbox.record.ulid, request.op, request.spec)
             if status.running and not request.wait_ms:
                 return ExecReply(status=bounded(status), seq=seq, stood_ms=sandbox.stood_ms)
             # One that has ended was asked for before: `outcome` brings its captured output as well.

@@ -105,6 +105,7 @@ def info_command(settings: Settings, sandbox_id: str) -> None:
         ("processes", f"{usage.pids if usage else '?'} of {limits.pids}"),
         ("disk", f"{size_text(usage.disk) if usage else '?'} of {size_text(limits.disk)}"),
         ("addresses", ", ".join(info.addresses)),
+        ("paused", paused_line(info)),
         ("not enforced", ", ".join(info.degraded)),
         ("exit", f"{info.exit.reason}: {info.exit.detail}".rstrip(": ") if info.exit else ""),
         ("ended", f"{age(info.exit.wall_ts)} ago" if info.exit and info.exit.wall_ts else ""),
@@ -112,6 +113,14 @@ def info_command(settings: Settings, sandbox_id: str) -> None:
     for name, value in rows:
         if value:
             click.echo(f"{name + ':':<14}{value}")
+
+
+def paused_line(info: SandboxInfo) -> str:
+    """What its pause gave back; nothing for one that is not paused."""
+    if info.paused is None:
+        return ""
+    note = f" ({info.paused.note})" if info.paused.note else ""
+    return f"{size_text(info.paused.released)} given back, {size_text(info.paused.swapped)} in swap{note}"
 
 
 def many(verb: str, help_: str) -> click.Command:

@@ -56,11 +56,6 @@ def areas(text: str | None = None) -> tuple[Area, ...]:
     return tuple(found)
 
 
-def free() -> int:
-    """Bytes of swap that nobody uses."""
-    return sum(area.size - area.used for area in areas())
-
-
 def zram_share() -> float:
     """Bytes of memory that a swapped byte goes on taking, as a mean over all swap in use: a zram device holds its pages in memory."""
     used = taken = 0
