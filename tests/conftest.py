@@ -41,12 +41,15 @@ def state_dir() -> Iterator[Path]:
 
 
 @pytest.fixture
-def leftovers(edge_name: str, state_dir: Path) -> Iterator[Census]:
+def leftovers(edge_name: str, state_dir: Path, request: pytest.FixtureRequest) -> Iterator[Census]:
     """Fails the test when processes, mounts, cgroups, namespaces, interfaces, loop devices or files outlive it.
 
     Ask for it before the fixtures that make things. Counted is what is named after `edge_name` or lies under `state_dir`; the state
     directory's own files may stay. ``leftovers.watch(token)`` adds a name.
     """
+    parameters = getattr(request.node, "callspec", None)
+    if parameters is not None and "docker" in parameters.params.values():
+        request.getfixturevalue("dockerd")  # it outlives the test
     census = Census(roots=[state_dir], tokens=[edge_name], keep=[state_dir])
     before = census.snapshot()
     yield census

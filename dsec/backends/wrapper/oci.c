@@ -95,6 +95,21 @@ static void take(int process, long number, int wanted) {
     fcntl(fd, F_SETFD, 0);
 }
 
+/* crun gives its standard streams to root inside (fchown). Where Docker's shim has put a device of the node there, it would be given away
+ * for everybody: in the holder's namespace the same device is behind a read-only mount, which refuses. */
+static void shield_streams(void) {
+    for (int fd = 0; fd < 3; fd++) {
+        struct stat found;
+        if (!fstat(fd, &found) && (S_ISFIFO(found.st_mode) || S_ISSOCK(found.st_mode))) continue;
+        int null = open("/dev/null", O_RDWR | O_CLOEXEC);
+        if (null < 0) fail("/dev/null");
+        if (null != fd && dup2(null, fd) < 0) fail("dup2");
+        if (null != fd) close(null);
+        else fcntl(fd, F_SETFD, 0);
+        if (!fchown(fd, 0, 0) || errno != EROFS) refuse("the node's /dev/null is not behind a read-only mount here");
+    }
+}
+
 static long number(char **at) {
     char *end;
     long value = strtol(*at, &end, 10);
@@ -144,6 +159,7 @@ __attribute__((noreturn)) static void create(void) {
     }
     for (long i = 0; i < layers; i++) take(holder_fd, number(&numbers), next++);
     if (program >= 0) take(holder_fd, program, next);
+    shield_streams();
 
     char *words[MAX_WORDS];
     int count = 0;
