@@ -83,6 +83,25 @@ def test_a_sandbox_from_create_to_stop(dsec: Cli, tmp_path: Any) -> None:
     assert kinds[-1] == "stopped"
 
 
+def test_steps_the_log_and_what_a_pause_gave(dsec: Cli) -> None:
+    """exec --step keeps a result and runs once; log names all commands by number; pause --json says of each what it gave back."""
+    name = dsec("create", "img", *FAKE).stdout.decode().strip()
+    for _ in range(2):
+        done = dsec("exec", "--step", "one", name, "--", "/bin/sh", "-c", "echo x >> /f; echo out; exit 3")
+        assert (done.returncode, done.stdout) == (3, b"out\n")
+    assert dsec("exec", name, "cat", "/f").stdout == b"x\n"
+    assert dsec("exec", "--step", "one", name, "--", "echo", "other").returncode == 125
+    assert dsec("exec", "-d", "--step", "two", name, "--", "true").returncode == 2
+    log = json.loads(dsec("log", name, "--json").stdout)
+    assert (log[0]["seq"], log[0]["step"], log[0]["argv"][-1]) == (1, "one", "echo x >> /f; echo out; exit 3")
+    assert b"one" in dsec("log", name).stdout
+    assert [item["seq"] for item in json.loads(dsec("log", name, "--after", "1", "--json").stdout)] == [2]
+    results = json.loads(dsec("pause", name, "--json").stdout)
+    assert [(item["id"], item["error"], "note" in item["paused"]) for item in results] == [(name, None, True)]
+    assert b"paused:" in dsec("info", name).stdout
+    assert dsec("stop", name).returncode == 0
+
+
 def test_cp_as_docker_cp(dsec: Cli, tmp_path: Any) -> None:
     """Directories and what is in them, several sources, globs, a tar on standard input and output; wrong words are told."""
     name = dsec("create", "img", *FAKE).stdout.decode().strip()

@@ -6,7 +6,7 @@ import asyncio
 import secrets
 import shutil
 import tempfile
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -19,7 +19,6 @@ from dsec.layers.bootstrap import bootstrap_tiny
 from dsec.layers.importer import import_dir
 from dsec.layers.store import LayerStore
 from dsec.model import State
-from dsec.qos import swap
 from dsec.qos.swap import Swap
 from tests.census import Census
 
@@ -51,11 +50,16 @@ def able(place: Path) -> str:
 
 
 @pytest.fixture(scope="module")
-def kind(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """What tests make of it is gone afterwards."""
-    before = swap.areas()
-    yield able(tmp_path_factory.mktemp("swap"))
-    assert swap.areas() == before
+def kind(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Zram, or a file where there is none."""
+    return able(tmp_path_factory.mktemp("swap"))
+
+
+def own_swap(cluster: Cluster) -> str:
+    """What the Edge swaps to, of its own; "" when there is none."""
+    own = Swap("off", 0, next(iter(cluster.edges.values())).config.edge.state_dir)
+    own.open()
+    return own.path
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -81,6 +85,7 @@ async def cluster_with(state_dir: Path, edge: str, kind: str) -> AsyncIterator[t
     await base(LayerStore(cluster.layer_store))
     async with cluster, libdsec.connect(cluster.url) as dsec:
         yield cluster, dsec
+    assert own_swap(cluster) == ""
 
 
 async def base(store: LayerStore) -> None:
@@ -223,16 +228,17 @@ async def test_a_job_through_kill_9_of_its_edge(state_dir: Path, edge_name: str,
         pausing = asyncio.create_task(dsec.pause(labels={"job": "j"}, parallel=2))
         await asyncio.sleep(0.05)
         await edge.kill()
-        mine = [area.path for area in swap.areas()]
+        mine = own_swap(cluster)
+        assert mine
         await edge.start()
         results = await pausing
         assert len(results) == 6
         assert all(result.ok for result in results), [result.error for result in results]
-        assert [area.path for area in swap.areas()] == mine
+        assert own_swap(cluster) == mine
         await edge.kill()
         await edge.start()
         assert {info.state for info in await dsec.list({"job": "j"})} == {State.PAUSED}
-        assert [area.path for area in swap.areas()] == mine
+        assert own_swap(cluster) == mine
         assert [await held(sb) for sb in made[:2]] == sums
         assert {info.state for info in await dsec.list(ids=[sb.id for sb in made[2:]])} == {State.PAUSED}
         results = await dsec.stop(labels={"job": "j"})
