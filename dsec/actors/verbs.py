@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -58,6 +59,7 @@ from dsec.errors import DsecError, InvalidRequest, NotFound, SandboxGone, to_bod
 from dsec.model import ExecSpec, Exit, ExitReason, FileReply, FileRequest, Paused, SandboxInfo, State
 
 LIST_BYTES = 600_000  # of one ListReply, estimated
+LIST_ROUND = 128  # rows between two looks of the loop at others
 
 
 class Verbs:
@@ -337,27 +339,30 @@ class Verbs:
 
     async def list(self, context: Context, selector: Selector) -> ListReply:
         about = self._about(context)
-        rows: list[SandboxInfo] = [sandbox.info() for sandbox in self._select(context, selector)]
+        found: list[tuple[str, Callable[[], SandboxInfo]]] = [(sandbox.id, sandbox.info) for sandbox in self._select(context, selector)]
         if selector.stopped:
             ids = frozenset(selector.ids)
-            rows += [
-                ended(record, self.edge.name)
+            found += [
+                (f"{self.edge.name}-{record.ulid}", functools.partial(ended, record, self.edge.name))
                 for record, _ in self.edge.ended.values()
                 if about(record)
                 and (not ids or f"{self.edge.name}-{record.ulid}" in ids)
                 and _labelled(record.spec.labels, selector.labels)
             ]
         if selector.edge not in ("", self.edge.name):
-            rows = []
-        rows = sorted((row for row in rows if row.id > selector.after), key=lambda row: row.id)
+            found = []
+        found = sorted((item for item in found if item[0] > selector.after), key=lambda item: item[0])
         kept: list[SandboxInfo] = []
         size = 0
-        for row in rows[: selector.limit]:
+        for _, describe in found[: selector.limit]:
+            if len(kept) % LIST_ROUND == LIST_ROUND - 1:
+                await asyncio.sleep(0)  # thousands of rows must not hold the loop
+            row = describe()
             size += len(msgspec.msgpack.encode(row))
             if kept and size > LIST_BYTES:  # one alone always goes: a page without a row would be taken for the end
                 break
             kept.append(row)
-        return ListReply(edge=self.edge.name, sandboxes=tuple(kept), more=len(kept) < len(rows))
+        return ListReply(edge=self.edge.name, sandboxes=tuple(kept), more=len(kept) < len(found))
 
     async def stop_many(self, context: Context, selector: Selector) -> ManyReply:
         return await self._each(context, selector, lambda sandbox: sandbox.stop(deadline=context.deadline))
