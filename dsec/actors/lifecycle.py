@@ -207,7 +207,7 @@ def _enter(life: Life, old: State, event: On, new: State, how: Exit | None, deta
     after = Life(state=new, origin=origin, exit=ended, ready=ready)
     effects = list(_ENTER.get(new, ()))
     if event is On.READY:
-        effects += [Do.RECORD, Do.ANNOUNCE_READY]
+        effects.append(Do.ANNOUNCE_READY)  # its launch has recorded it already: durable before it is told
     elif event is On.PAUSED_OK:
         effects += [Do.RECORD, Do.FREE_RESERVATION, Do.ANNOUNCE_PAUSED]
     elif event is On.RESUMED_OK:

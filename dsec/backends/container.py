@@ -27,6 +27,7 @@ from dsec.backends import disk, orphans, runtime
 from dsec.backends.base import Capabilities, LaunchPlan, Undone
 from dsec.backends.driver import Driver, Site
 from dsec.backends.drivers import make_driver, settle
+from dsec.backends.guest.link import Link
 from dsec.backends.holder_client import HolderClient
 from dsec.backends.instance import ContainerInstance, End
 from dsec.backends.network import OpenNetwork
@@ -323,12 +324,19 @@ class ContainerBackend:
             self._ends[plan.ulid] = End()
             try:
                 listener, procs = await self._in(self._makers, self._make, plan)
+                link = self._link(plan)
+                # The listener is there, so it is called before anybody serves it: the agent finds the call when it begins.
+                call = self._spawn(link.reach()) if self.driver.early else None
                 try:
                     pid = await self.driver.start(plan, listener, procs)
+                    link.expect(pid)
+                except BaseException:
+                    await link.close()
+                    raise
                 finally:
                     listener.close()
-                instance = self._instance(plan, pid)
-                await self.network.ready(self._answers(instance), plan, pid, instance.link)
+                instance = self._instance(plan, pid, link)
+                await self.network.ready(instance.answers(call, READY_TIMEOUT), plan, pid, link)
                 return instance
             except BaseException as error:
                 self._instances.pop(plan.ulid, None)
@@ -367,41 +375,24 @@ class ContainerBackend:
         """Where the sandbox's Aether listens."""
         return f"{self._run}/{ulid}"
 
-    def _instance(self, plan: LaunchPlan, pid: int) -> ContainerInstance:
-        from dsec.backends.guest.link import Link
-
-        link = Link(
+    def _link(self, plan: LaunchPlan, pid: int = 0) -> Link:
+        return Link(
             self.socket_path(plan.ulid),
             generation=self.options.generation,
-            expect_pid=pid,
+            expect_pid=pid or asyncio.get_running_loop().create_future(),
             sandbox_id=plan.id,
             oom_kills=functools.partial(self._cgroups.oom_kills, plan.ulid),
             defaults={"user": plan.user, "cwd": plan.workdir},
             memory=memory_bytes(plan),
             frozen=functools.partial(self._cgroups.frozen, plan.ulid),
         )
+
+    def _instance(self, plan: LaunchPlan, pid: int, link: Link) -> ContainerInstance:
         instance = ContainerInstance(self, plan, pid, link)
         self._instances[plan.ulid] = instance
         if (end := self._ends.get(plan.ulid)) is not None and end.seen.is_set():
             self._spawn(self._tell(instance, end.status))
         return instance
-
-    async def _answers(self, instance: ContainerInstance) -> None:
-        """Until Aether answers, or its sandbox ends, or `READY_TIMEOUT`."""
-        asked = asyncio.ensure_future(instance.link.ops())
-        gone = asyncio.ensure_future(instance.wait())
-        try:
-            done, _ = await asyncio.wait((asked, gone), timeout=READY_TIMEOUT, return_when=asyncio.FIRST_COMPLETED)
-            if asked in done:
-                asked.result()
-            elif gone in done:
-                raise NodeError(f"the sandbox ended before it answered: {gone.result().detail}", reason="guest")
-            else:
-                raise NodeError(f"the guest did not answer within {READY_TIMEOUT} s", reason="guest")
-        finally:
-            asked.cancel()
-            gone.cancel()
-            await asyncio.gather(asked, gone, return_exceptions=True)
 
     # --- life ------------------------------------------------------------------------------------------------------
 
@@ -518,7 +509,7 @@ class ContainerBackend:
             return None
         if plan.wiring is not None:
             await self.network.adopt(plan)
-        return self._instance(plan, pid)
+        return self._instance(plan, pid, self._link(plan, pid))
 
     async def last_exit(self, ulid: str) -> Exit | None:
         """How a sandbox ended that `adopt` found dead, where the holder saw it."""

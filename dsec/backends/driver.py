@@ -43,6 +43,11 @@ class Driver(Protocol):
         """A path that must stay visible in the holder's namespace; "" when there is none."""
         ...
 
+    @property
+    def early(self) -> bool:
+        """Whether the agent may be called before it is started: launches take milliseconds."""
+        ...
+
     def make(self, plan: LaunchPlan) -> None:
         """Write what a launch needs into the sandbox's directory, which exists (in a thread)."""
         ...

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from dsec.backends.base import GuestLink, LaunchPlan, PackOrder
+from dsec.backends.base import LaunchPlan, PackOrder
 from dsec.backends.pack import pack_upper
+from dsec.errors import DsecError, NodeError
 from dsec.model import Exit, ExitReason, PackedLayer, Paused, Usage
 
 if TYPE_CHECKING:
     from dsec.backends.container import ContainerBackend
+    from dsec.backends.guest.link import Link
 
 
 class Once:
@@ -53,7 +56,7 @@ class End:
 class ContainerInstance:
     """One running container."""
 
-    def __init__(self, backend: ContainerBackend, plan: LaunchPlan, pid: int, link: GuestLink) -> None:
+    def __init__(self, backend: ContainerBackend, plan: LaunchPlan, pid: int, link: Link) -> None:
         self.id = plan.id
         self.plan = plan
         self.pid = pid
@@ -74,6 +77,31 @@ class ContainerInstance:
 
     async def wait(self) -> Exit:
         return await asyncio.shield(self._gone)
+
+    async def answers(self, call: asyncio.Task[None] | None, timeout: float) -> None:
+        """Until the agent answers, its sandbox ends (`NodeError`), or ``timeout`` seconds pass. ``call`` was made before the launch; should
+        it have failed meanwhile, another is made."""
+        asked = asyncio.ensure_future(self._reached(call))
+        gone = asyncio.ensure_future(self.wait())
+        try:
+            done, _ = await asyncio.wait((asked, gone), timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+            if asked in done:
+                asked.result()
+            elif gone in done:
+                raise NodeError(f"the sandbox ended before it answered: {gone.result().detail}", reason="guest")
+            else:
+                raise NodeError(f"the guest did not answer within {timeout} s", reason="guest")
+        finally:
+            asked.cancel()
+            gone.cancel()
+            await asyncio.gather(asked, gone, return_exceptions=True)
+
+    async def _reached(self, call: asyncio.Task[None] | None) -> None:
+        if call is not None:
+            with contextlib.suppress(DsecError, OSError):
+                await call
+                return
+        await self.link.reach()
 
     def on_exit(self, call: Callable[[Exit], object]) -> None:
         self._gone.add_done_callback(lambda gone: call(gone.result()))

@@ -34,6 +34,7 @@ class NativeDriver:
 
     name = "native"
     keep = ""
+    early = True
 
     def __init__(self, site: Site) -> None:
         self.site = site

@@ -23,6 +23,8 @@ from dsec.security import seccomp
 class OciDriver:
     """Implements `dsec.backends.driver.Driver`. Raises `Unsupported` when the runtime is not there."""
 
+    early = False
+
     def __init__(self, site: Site, wanted: str) -> None:
         self.site = site
         self.keep = runtime.find_runtime(wanted)

@@ -198,10 +198,13 @@ async def _dial(sock: socket.socket, path: str, sandbox_id: str) -> None:
             os.close(folder)
 
 
+Expected = Callable[[], int] | int | asyncio.Future[int] | None
+
+
 async def open_channel(
     path: str,
     generation: int,
-    expect_pid: Callable[[], int] | int | None,
+    expect_pid: Expected,
     sandbox_id: str,
     on_lost: Callable[[Channel], None],
 ) -> Channel:
@@ -228,6 +231,8 @@ async def open_channel(
             raise ChannelLost(answer)
         if kind != wire.Type.HELLO:
             raise wire.WireError("the first frame is not a HELLO")
+        if isinstance(expect_pid, asyncio.Future):
+            expect_pid = await asyncio.shield(expect_pid)
         init = expect_pid() if callable(expect_pid) else expect_pid
         if init is not None and pids != {init}:
             raise SandboxError("somebody else than the sandbox's init answered", sandbox=sandbox_id, reason="impostor")

@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 
 from dsec.backends.guest import wire
 from dsec.backends.guest.answers import guest_error
-from dsec.backends.guest.channel import Channel, ChannelLost, open_channel
+from dsec.backends.guest.channel import Channel, ChannelLost, Expected, open_channel
 from dsec.errors import DeadlineExceeded, DsecError, SandboxError, Unavailable
 
 T = TypeVar("T")
@@ -122,7 +122,7 @@ class Connection:
         path: str,
         *,
         generation: int,
-        expect_pid: Callable[[], int] | int | None,
+        expect_pid: Expected,
         idle_seconds: float,
         sandbox_id: str,
         request_timeout: float,
@@ -133,7 +133,7 @@ class Connection:
         self.path = path
         self._defaults = defaults or {}  # what the guest takes for a field that an order leaves out: an error about it names the value
         self.generation = generation
-        self.expect_pid = expect_pid
+        self.expect_pid: Expected = expect_pid
         self.idle_seconds = idle_seconds
         self.sandbox_id = sandbox_id
         self.request_timeout = request_timeout
@@ -143,6 +143,16 @@ class Connection:
         self.silence = silence
         self._frozen = frozen
         self._known = False  # it has answered once: before that it may still be starting
+
+    async def reach(self) -> None:
+        """Until the agent has answered; raises what any request would."""
+        await self._open()
+
+    def expect(self, pid: int) -> None:
+        """The pid that was not known yet when the link was made."""
+        if isinstance(self.expect_pid, asyncio.Future) and not self.expect_pid.done():
+            self.expect_pid.set_result(pid)
+        self.expect_pid = pid
 
     async def close(self) -> None:
         """Close the connection; the link stays usable and opens a new one when asked again."""

@@ -18,7 +18,7 @@ import msgspec
 from dsec.backends.base import Chunk
 from dsec.backends.guest import wire
 from dsec.backends.guest.answers import MERGED, OwnFrames, Reader, Result, op_status, stat
-from dsec.backends.guest.channel import ChannelLost
+from dsec.backends.guest.channel import ChannelLost, Expected
 from dsec.backends.guest.connection import SILENCE, Connection
 from dsec.errors import NotFound, Unavailable
 from dsec.model import ExecSpec, FileReply, FileRequest, OpStatus
@@ -36,7 +36,8 @@ class Link(Connection):
     Args:
         path: the Unix socket that Aether listens on; any length.
         generation: the Edge's; connections of lower generations are closed by the guest.
-        expect_pid: what must be the pid (as this process sees it) of whoever answers: the sandbox's init. None checks nothing.
+        expect_pid: what must be the pid (as this process sees it) of whoever answers: the sandbox's init. None checks nothing; a future
+            is waited for: the call may be made before there is an init (see `expect`).
         idle_seconds: closes the connection after so long without a request under way.
         sandbox_id: named in errors.
         request_timeout: seconds for any answer but `wait`'s; then `DeadlineExceeded`.
@@ -56,7 +57,7 @@ class Link(Connection):
         path: str,
         *,
         generation: int,
-        expect_pid: Callable[[], int] | int | None = None,
+        expect_pid: Expected = None,
         idle_seconds: float = 30.0,
         sandbox_id: str = "",
         request_timeout: float = 30.0,
