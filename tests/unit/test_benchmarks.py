@@ -32,6 +32,7 @@ KEYS = {
         *("workload", "image_mb", "fetched_mb", "fetched_share", "plain_python_share", "ready_ms", "done_s"),
         *("prefetched_done_s", "cached_s", "full_pull_s", "targz_s", "docker_pull_s"),
     },
+    "neighbours": {"before_p50_ms", "during_p50_ms", "before_p99_ms", "during_p99_ms", "factor"},
     "compose": {"mounts", "p50_us"},
     "disks": {"rows"},
     "tar_vs_erofs": {"rows"},
@@ -65,11 +66,16 @@ def test_options_come_from_defaults(benchmark: ModuleType) -> None:
 
 
 def test_defaults_are_those_of_the_targets() -> None:
-    """The targets are stated for a burst of 200, 2 GiB of file, and 32,000 placements over 160 Edges."""
+    """The targets are stated for a burst of 200, 2 GiB of file, 32,000 placements over 160 Edges, 10,000 live, 5,000 a second."""
     assert module("burst").DEFAULTS["n"] == 200
     assert module("files").DEFAULTS["mib"] == 2048
     placement = module("placement").DEFAULTS
     assert (placement["n"], placement["edges"]) == (32_000, 160)
+    assert module("density").DEFAULTS["n"] == 10_000
+    assert module("stop").DEFAULTS["n"] == 1_000
+    sustained = module("sustained").DEFAULTS
+    assert (sustained["rate"], sustained["minutes"], sustained["refuse"]) == (5_000, 2.0, 0.01)
+    assert sustained["rate"] * sustained["lifetime"] == 380_000
     packing = module("packdiff").DEFAULTS
     assert (packing["files"], packing["mb"]) == (5000, 200)
     assert placement["specs"] >= 10_000
