@@ -10,10 +10,12 @@ import pytest
 
 import libdsec
 from dsec.actors.up import Cluster
+from dsec.backends import orphans
 from dsec.layers.bootstrap import bootstrap_tiny
 from dsec.layers.store import LayerStore
 from dsec.model import ExitReason
 from tests.census import Census
+from tests.system.test_orphans import until_gone
 
 pytestmark = [pytest.mark.needs("root", "cgroup", "oci", "guest"), pytest.mark.timeout(180)]
 OPTIONS = {"cpus": 0.25, "memory": "48MiB", "disk": "4MiB", "pids": 32}
@@ -95,3 +97,29 @@ async def test_a_burst_through_kill_9_leaves_nothing_half_made(state_dir: Path, 
             for sb in burst.sandboxes[:5] + handles[:5]:
                 assert (await sb.exec("echo x", timeout=30)).stdout == b"x\n"
             assert len(burst.sandboxes) + len(burst.failed) == 40
+
+
+async def test_an_edge_that_comes_back_too_late(state_dir: Path, edge_name: str, leftovers: Census) -> None:
+    """The key of the configuration reaches the holder, and an Edge that comes back too late tells each sandbox's end and the reason."""
+    cluster = Cluster(state_dir, edges=(edge_name,), overrides={"edge": {"orphan_grace_ms": 500}})
+    await bootstrap_tiny(LayerStore(cluster.layer_store))
+    async with cluster, libdsec.connect(cluster.url) as client:
+        spec = libdsec.spec("busybox", **OPTIONS)
+        sandbox = (await client.create_many(spec, 1))[0]
+        holders = [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if _is_holder(pid, state_dir)]
+        assert holders
+        edge = cluster.edges[edge_name]
+        await edge.kill()
+        await until_gone(*holders)
+        await edge.start()
+        end = (await sandbox.info()).exit
+        assert end is not None
+        assert (end.reason, end.detail) == (ExitReason.BROKEN, orphans.DETAIL)
+
+
+def _is_holder(pid: int, state: Path) -> bool:
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    except OSError:
+        return False
+    return b"dsec.backends.holder" in words and any(os.fsencode(state) in word for word in words)

@@ -4,16 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import os
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-import libdsec
-from dsec.actors.up import Cluster
 from dsec.backends import orphans
-from dsec.layers.bootstrap import bootstrap_tiny
-from dsec.layers.store import LayerStore
 from dsec.model import MIB, ExitReason
 from tests.fixtures_backend import Yard, sh
 from tests.system.test_holder import holder_pid
@@ -83,29 +78,3 @@ async def test_an_heir_that_cannot_start(leftovers: object, yard: Yard, monkeypa
     await until_gone(holder, box.pid)
     late = await yard.backend()
     assert await late.reap(frozenset()) == (box.plan.ulid,)
-
-
-async def test_a_cluster_tells_why(leftovers: Any, state_dir: Path, edge_name: str) -> None:
-    """The key of the configuration reaches the holder, and an Edge that comes back too late tells each sandbox's end and the reason."""
-    cluster = Cluster(state_dir, edges=(edge_name,), overrides={"edge": {"orphan_grace_ms": 500}})
-    await bootstrap_tiny(LayerStore(cluster.layer_store))
-    async with cluster, libdsec.connect(cluster.url) as client:
-        spec = libdsec.spec("busybox", cpus=0.25, memory="48MiB", disk="4MiB", pids=32)
-        sandbox = (await client.create_many(spec, 1))[0]
-        holders = [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if _is_holder(pid, state_dir)]
-        assert holders
-        edge = cluster.edges[edge_name]
-        await edge.kill()
-        await until_gone(*holders)
-        await edge.start()
-        end = (await sandbox.info()).exit
-        assert end is not None
-        assert (end.reason, end.detail) == (ExitReason.BROKEN, orphans.DETAIL)
-
-
-def _is_holder(pid: int, state: Path) -> bool:
-    try:
-        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-    except OSError:
-        return False
-    return b"dsec.backends.holder" in words and any(os.fsencode(state) in word for word in words)

@@ -47,7 +47,10 @@ os.system("cp /bin/true su; chmod 4755 su; cp /bin/true sg; chmod 2755 sg; chmod
 os.system("mkdir emptyd; chmod 1777 emptyd; mkdir -p new/deep/tree")
 os.symlink("nowhere/" + "x" * 500, "dangling")
 os.symlink("/etc/passwd", "absolute")
-os.symlink("../" * 60 + "x" * 3000, "long")
+try:
+    os.symlink("../" * 60 + "x" * 3000, "long")
+except OSError:  # xfs: 1024 bytes
+    os.symlink("../" * 60 + "x" * 700, "long")
 cap = struct.pack("<IIIII", 0x02000001, 1 << 13, 0, 0, 0)
 os.setxattr("su", "user.note", b"kept\0whole")
 os.chown("big", 1234, 99)
