@@ -18,12 +18,13 @@ import os
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 from dsec.layers.manifest import CHUNK, Manifest
 
 RUN = 16  # chunks in one request at most: 4 MiB
 FLUSH_S = 0.5
-Fetch = Callable[[int, int], bytes]
+Fetch = Callable[[int, int], Any]  # what it returns has the buffer protocol
 Done = Callable[[OSError | None], None]
 
 
@@ -63,6 +64,7 @@ class Filler:
         self._waiters: dict[int, list[_Waiter]] = {}
         self._flying: set[int] = set()
         self._ended = False
+        self._cached = False
         self.bitmap = bitmap
         try:
             self._bits = os.open(bitmap, os.O_RDWR | os.O_CLOEXEC)
@@ -92,23 +94,19 @@ class Filler:
         """The chunks that a range of bytes touches."""
         return self.manifest.covering(offset, length)
 
-    def want(self, numbers: Iterable[int], done: Done) -> None:
-        """Call ``done(None)`` when all these chunks are there, ``done(error)`` when one could not be had; at once or in a thread."""
+    def want(self, numbers: Iterable[int], done: Done, beside: Iterable[int] = ()) -> None:
+        """Call ``done(None)`` when all these chunks are there, ``done(error)`` when one could not be had; at once or in a thread.
+        ``beside``: chunks that come with them, in the same requests, if any of them has to be fetched."""
         runs: list[list[int]] = []
         with self._lock:
-            missing = sorted(n for n in set(numbers) if not self._have[n])
+            missing = {n for n in numbers if not self._have[n]}
             closed = self._closed
             if missing and not closed:
-                waiter = _Waiter(set(missing), done)
+                waiter = _Waiter(missing, done)
                 for number in missing:
                     self._waiters.setdefault(number, []).append(waiter)
-                    if number in self._flying:
-                        continue
-                    self._flying.add(number)
-                    if runs and runs[-1][-1] == number - 1 and len(runs[-1]) < RUN and self._near(runs[-1][0], number):
-                        runs[-1].append(number)
-                    else:
-                        runs.append([number])
+                asked = missing - self._flying
+                runs = self._claim(asked.union(beside) if asked else ())
         if not missing or closed:
             done(OSError(errno.ESHUTDOWN, "the loader ends") if missing else None)
         for run in runs:
@@ -116,6 +114,26 @@ class Filler:
                 self._pool.submit(self._run, run)
             except RuntimeError:  # the pool is shut: nobody will come
                 self._settle([], dict.fromkeys(run, OSError(errno.ESHUTDOWN, "the loader ends")))
+
+    def bring(self, numbers: Iterable[int]) -> None:
+        """Fetch in the calling thread those of these chunks that nobody fetches yet. Whoever waits for them is told of errors."""
+        with self._lock:
+            runs = [] if self._closed else self._claim(numbers)
+        for run in runs:
+            self._run(run)
+
+    def _claim(self, numbers: Iterable[int]) -> list[list[int]]:
+        """Say that we fetch those of these that nobody has or fetches: neighbours together. The lock is held."""
+        runs: list[list[int]] = []
+        for number in sorted(set(numbers)):
+            if self._have[number] or number in self._flying:
+                continue
+            self._flying.add(number)
+            if runs and runs[-1][-1] == number - 1 and len(runs[-1]) < RUN and self._near(runs[-1][0], number):
+                runs[-1].append(number)
+            else:
+                runs.append([number])
+        return runs
 
     def _near(self, first: int, last: int) -> bool:
         """Whether these and what is between them are no more than one request should ask for."""
@@ -155,7 +173,7 @@ class Filler:
             whole = self._left == 0 and not self._ended
         if snapshot != self._durable or whole:
             os.fdatasync(self._fd)
-            os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)  # its readers have caches of their own
+            self._cached = True
             packed = bytearray(os.pread(self._bits, self._size, 0).ljust(self._size, b"\0"))  # what others wrote stays
             for number, there in enumerate(snapshot):
                 if there:
@@ -176,6 +194,12 @@ class Filler:
                 os.close(directory)
             self._whole()
 
+    def drop(self) -> None:
+        """Give back the memory of what is durable: who read it has a cache of its own. Not while chunks come: some are not read yet."""
+        if self._cached:
+            self._cached = False
+            os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
+
     def close(self) -> None:
         """Flush and let go of the bitmap, when what is under way has ended; ``fd`` is the caller's, who may close it then."""
         with self._idle:
@@ -183,6 +207,7 @@ class Filler:
             self._idle.wait_for(lambda: not self._flying and not self._telling)
         try:
             self.flush()
+            self.drop()
         finally:
             if self._bits >= 0:
                 os.close(self._bits)
@@ -206,30 +231,39 @@ class Filler:
             self._bring(run)
 
     def _bring(self, run: list[int]) -> None:
+        """One request; each chunk is there as soon as it is checked and written, those that somebody waits for first."""
         start, _ = self.manifest.span(run[0])
         last, length = self.manifest.span(run[-1])
-        good: list[int] = []
-        bad: dict[int, OSError] = {}
+        left = list(run)
+        problem = OSError(errno.EIO, "the chunk could not be had")
         try:
             data = memoryview(self._fetch(start, last + length - start))
             self.fetched += len(data)
             self.requests += 1
-            for number in run:
-                offset, length = self.manifest.span(number)
-                piece = data[offset - start : offset - start + length]
-                if len(piece) != length or hashlib.sha256(piece).hexdigest() != self.manifest.chunks[number]:
-                    bad[number] = Altered(number)
-                    continue
-                while piece:
-                    written = os.pwrite(self._fd, piece, offset)
-                    piece, offset = piece[written:], offset + written
-                good.append(number)
+            with self._lock:
+                left.sort(key=lambda number: number not in self._waiters)
+            while left:
+                number = left[0]
+                good = self._write(number, data, start)
+                del left[0]
+                self._settle([number] if good else [], {} if good else {number: Altered(number)})
         except OSError as error:
-            bad = {number: bad.get(number, error) for number in run if number not in good}
+            problem = error
         finally:
             # Whatever else went wrong here: a thread's errors are seen by nobody, and readers must not hang on it.
-            left = [number for number in run if number not in good and number not in bad]
-            self._settle(good, bad | {number: OSError(errno.EIO, "the chunk could not be had") for number in left})
+            if left:
+                self._settle([], dict.fromkeys(left, problem))
+
+    def _write(self, number: int, data: memoryview, start: int) -> bool:
+        """A chunk to its place, of ``data`` that begins at ``start``; False when it is not what the manifest says. Raises `OSError`."""
+        offset, length = self.manifest.span(number)
+        piece = data[offset - start : offset - start + length]
+        if len(piece) != length or hashlib.sha256(piece).hexdigest() != self.manifest.chunks[number]:
+            return False
+        while piece:
+            written = os.pwrite(self._fd, piece, offset)
+            piece, offset = piece[written:], offset + written
+        return True
 
     def _settle(self, good: list[int], bad: dict[int, OSError]) -> None:
         calls: list[tuple[Done, OSError | None]] = []
@@ -257,4 +291,5 @@ class Filler:
             self._telling -= 1
             self._idle.notify_all()
         if whole and good:
-            self.flush()
+            with contextlib.suppress(OSError):  # a full disk: whoever flushes next is told
+                self.flush()

@@ -34,6 +34,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import msgspec
+
 from dsec import syscalls
 from dsec.errors import DsecError
 from dsec.layers import manifest, objects
@@ -44,12 +46,14 @@ from dsec.layers.lazy import CONTROL_FD, MAX_MESSAGE
 from dsec.layers.mounts import bitmap
 
 _COMM = ctypes.create_string_buffer(b"dsec-loader")
-DEMAND, AHEAD, LOCAL = 12, 3, 4  # threads for what is waited for, for what is not, and for what is on the disk
+DEMAND, NEAR, AHEAD, LOCAL = 12, 4, 4, 4  # threads for what is waited for, what may be next, what a list says, what is on the disk
 REQUEST_S = 5.0  # one request, with obstore's own retries
-SEQUENTIAL = 2  # neighbouring reads after which reading ahead begins
+SEQUENTIAL = 4  # neighbouring reads after which reading ahead grows
 STREAMS = 16
-WINDOW = 32  # chunks of a prefetch list that are under way together, for each of the `AHEAD` threads
+AROUND, DENSE = 16, 3  # where so many chunks of so many on either side were read, the next one will be too (half of them are)
+WINDOW, STEP = 48, 8  # chunks of a prefetch list that are sorted together; neighbours of them in one request
 TROUBLE_EVERY_S = 1.0
+BUSY, REST = 6, 10  # of FLUSH_S: flushed so often while chunks come; from the last chunk until the page cache of the blob is given back
 
 
 class Blob:
@@ -74,15 +78,18 @@ class Blob:
         self._patience: float = spec["patience"]
         self._told = 0.0
         known = manifest.load(spec["manifest"], self.name)
+        self._even = known.origin is msgspec.UNSET  # chunks are alike, and small
         self._get = self._source(spec["remote"], known)
         if spec["remote"].startswith(objects.REGISTRY):  # a registry is no store to stand on: all of it comes, behind what is read
             self._ahead = list(range(len(known.chunks)))
         self.filler = Filler(self.fd, known, bitmap(spec["data"]), self.fetch, worker.pool, self.whole)
         self.closed = False
+        self.flushing = threading.Lock()
+        self.fetched = self.rest = self.busy = 0  # for the flusher
 
     # --- the store -------------------------------------------------------------------------------------------------
 
-    def fetch(self, offset: int, length: int) -> bytes:
+    def fetch(self, offset: int, length: int) -> Any:
         """Bytes of the blob from the store; tries again while the readers have patience. Raises `OSError` EIO."""
         end = time.monotonic() + self._patience
         pause = 0.05
@@ -95,7 +102,7 @@ class Blob:
             time.sleep(pause)
             pause = min(pause * 2, 1.0)
 
-    def _source(self, url: str, known: manifest.Manifest) -> Callable[[int, int], bytes]:
+    def _source(self, url: str, known: manifest.Manifest) -> Callable[[int, int], Any]:
         if url.startswith(objects.REGISTRY):
             from dsec.layers import blobrange  # few layers need it, and what it needs
 
@@ -104,9 +111,9 @@ class Blob:
 
         store, key = self.worker.store(url), f"layers/{self.name.removeprefix('sha256:')}/data"
 
-        def get(offset: int, length: int) -> bytes:
+        def get(offset: int, length: int) -> Any:
             with objects.errors(self.name):
-                return bytes(obstore.get_range(store, key, start=offset, length=length))
+                return obstore.get_range(store, key, start=offset, length=length)
 
         return get
 
@@ -179,7 +186,7 @@ class Blob:
             if then is not None:
                 then()
 
-        self.filler.want(wanted, lambda error: answer(error, wait=False))
+        self.filler.want(wanted, lambda error: answer(error, wait=False), beside=self._pairs(wanted))
         self._note(wanted)
 
     def _clear(self, slot: int) -> None:
@@ -199,26 +206,36 @@ class Blob:
         self._streams[wanted[-1]] = length
         if len(self._streams) > STREAMS:
             self._streams.popitem(last=False)
-        if length >= SEQUENTIAL:
-            last = len(self.filler.manifest.chunks)
-            self.ahead(range(min(wanted[-1] + 1, last), min(wanted[-1] + 1 + min(length, RUN), last)))
-
-    def ahead(self, numbers: range) -> None:
-        missing = [n for n in numbers if not self.filler.has(n)]
+        first, last = wanted[-1] + 1, len(self.filler.manifest.chunks)
+        more = min(length // 2 + 1, RUN) if length >= SEQUENTIAL else 1 if first < last and self._dense(first) else 0
+        missing = [number for number in range(first, min(first + more, last)) if not self.filler.has(number)]
         if missing:
-            self.worker.spare.submit(self._quietly, missing)
+            self.worker.near.submit(self.filler.bring, missing)
 
-    def _quietly(self, numbers: list[int]) -> None:
-        with contextlib.suppress(OSError):  # whoever needs them asks again, and is told
-            self.filler.ensure(numbers)
+    def _dense(self, number: int) -> bool:
+        if self.filler.has(number):
+            return False
+        return sum(other in self._seen for other in range(number - AROUND, number + AROUND)) >= DENSE
+
+    def _pairs(self, wanted: range) -> range:
+        """A miss brings a pair of chunks: its round trip costs more than the other half, which is read soon more often than not."""
+        if not wanted or not self._even:
+            return wanted
+        return range(wanted[0] & ~1, min(wanted[-1] | 1, len(self.filler.manifest.chunks) - 1) + 1)
 
     def prefetch(self) -> None:
-        """Replay an earlier run's first reads, a few at a time, so that readers come first."""
+        """Replay an earlier run's first reads, a few at a time and neighbours together, so that whoever reads meanwhile waits for no more
+        than one request."""
         known = len(self.filler.manifest.chunks)
         numbers = [n for n in self._ahead if 0 <= n < known]
         for start in range(0, len(numbers), WINDOW):
-            # Within a window neighbours make one request, whatever the order in which they were read.
-            self.worker.spare.submit(self._quietly, sorted(numbers[start : start + WINDOW]))
+            run: list[int] = []
+            for number in sorted(numbers[start : start + WINDOW]):
+                if run and (number != run[-1] + 1 or len(run) == STEP):
+                    self.worker.spare.submit(self.filler.bring, run)
+                    run = []
+                run.append(number)
+            self.worker.spare.submit(self.filler.bring, run)
 
     def _trouble(self, error: OSError) -> None:
         now = time.monotonic()
@@ -242,6 +259,8 @@ class Blob:
 
     def close(self) -> None:
         """Let go of the gate: it is gone when all have done so. Waits for what is under way."""
+        with self.flushing:
+            self.closed = True
         try:
             self.filler.close()
         except OSError as error:  # a full disk: what is not durable is fetched again one day
@@ -256,6 +275,7 @@ class Worker:
         self.control: socket.socket | None = control
         self.blobs: dict[int, Blob] = {}
         self.pool = ThreadPoolExecutor(DEMAND, "fetch")
+        self.near = ThreadPoolExecutor(NEAR, "near")
         self.spare = ThreadPoolExecutor(AHEAD, "ahead")
         self.local = ThreadPoolExecutor(LOCAL, "local")
         self.busy: list[threading.Thread] = []  # with the beginning or the end of a blob
@@ -374,8 +394,6 @@ class Worker:
     def _end(self, blob: Blob) -> None:
         self.blobs.pop(blob.gate.fd, None)
         self.poll.unregister(blob.gate.fd)
-        with self.lock:  # the flusher has had it, and never will again
-            blob.closed = True
         self._apart(blob.close)
 
     def _orphaned(self) -> None:
@@ -405,15 +423,25 @@ class Worker:
         self.wake_up()
 
     def _flusher(self) -> None:
+        """Write down what is there when a blob is at rest, and now and then while it is not: the disk is slower than the readers."""
         while True:
             time.sleep(FLUSH_S)
-            with self.lock:
-                for blob in list(self.blobs.values()):
+            for blob in list(self.blobs.values()):
+                with blob.flushing:
                     if not blob.closed:
-                        try:
-                            blob.flush()
-                        except OSError as error:  # a full disk: what is not durable is fetched again one day
-                            blob._trouble(error)
+                        self._look_after(blob)
+
+    def _look_after(self, blob: Blob) -> None:
+        fetched, blob.fetched = blob.fetched, blob.filler.fetched
+        blob.rest = blob.rest + 1 if blob.fetched == fetched else 0
+        blob.busy = 0 if blob.rest else blob.busy + 1
+        try:
+            if blob.busy % BUSY == 0:
+                blob.flush()
+            if blob.rest == REST:
+                blob.filler.drop()
+        except OSError as error:  # a full disk: what is not durable is fetched again one day
+            blob._trouble(error)
 
 
 def gate(spec: dict[str, Any], fds: list[int]) -> Gate:
