@@ -221,8 +221,10 @@ class ContainerBackend:
                 await self._holder.request("zygotes")
             if self.options.remote:
                 await self._holder.request("loader")  # it takes a moment to start: before the first layer needs it
-            if self.options.orphan_grace:
+            try:
                 await self._holder.request("heir", grace=self.options.orphan_grace, argv=self._heir())
+            except NodeError as error:  # a holder that an earlier version started
+                log.warning("container.no_heir", error=str(error), then="sandboxes whose Edge never returns live on")
             if self._disks.in_image:
                 await self._holder.request("disks", image=self._disks.image, place=self._disks.place)
                 self._disks.reached(hello["pid"])
