@@ -73,7 +73,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     launcher: str = ""  # paths of the static programs; "" = the package's own, built when absent
     guest: str = ""
     holder_linger: float = 30.0
-    orphan_grace: float = 0.0  # seconds without an Edge after which the holder has the sandboxes ended; 0 = never
+    orphan_grace: float = 0.0  # seconds without an Edge after which the holder has the sandboxes ended; 0 = never, -1 = as it is
     disk: str = "auto"  # and the next: ContainerConfig's
     disk_store_bytes: int = 0
     network: NetworkConfig = NetworkConfig()
@@ -222,7 +222,8 @@ class ContainerBackend:
             if self.options.remote:
                 await self._holder.request("loader")  # it takes a moment to start: before the first layer needs it
             try:
-                await self._holder.request("heir", grace=self.options.orphan_grace, argv=self._heir())
+                if self.options.orphan_grace >= 0:
+                    await self._holder.request("heir", grace=self.options.orphan_grace, argv=self._heir())
             except NodeError as error:  # a holder that an earlier version started
                 log.warning("container.no_heir", error=str(error), then="sandboxes whose Edge never returns live on")
             if self._disks.in_image:

@@ -49,7 +49,7 @@ class NoLayers:
 
 def command(kind: str, options: msgspec.Struct, more: msgspec.Struct | None = None) -> list[str]:
     """What a holder is left: how to open the same backend again, without an heir of its own and without loading layers."""
-    told = {"kind": kind, "options": msgspec.to_builtins(options) | {"orphan_grace": 0.0, "remote": False}}
+    told = {"kind": kind, "options": msgspec.to_builtins(options) | {"orphan_grace": -1.0, "remote": False}}
     if more is not None:
         told["more"] = msgspec.to_builtins(more)
     return [sys.executable, "-m", "dsec.backends.orphans", msgspec.json.encode(told).decode()]
