@@ -12,6 +12,7 @@ import random
 import select
 import shutil
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -44,7 +45,7 @@ def fill_tree(tree: Path, megabytes: int, seed: int = 7) -> dict[str, bytes]:
 
 class Server:
     """A directory over HTTP with ranges. ``gone``: it answers nothing; ``delay``: seconds before each answer; while ``held`` nobody is
-    given data; ``lies(path, offset, data)`` may change what it says. ``log``: (path, offset, length) of all that was asked."""
+    given data; ``lies(path, offset, data)`` may change what it says. ``log``: (path, offset, length) of all that was sent."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -75,26 +76,42 @@ class Server:
                     self.send_header("Content-Length", "0")
                     self.end_headers()
                     return
-                data = path.read_bytes()
-                total = len(data)
-                start = 0
+                total = path.stat().st_size
                 asked = self.headers.get("Range")
-                if asked:
-                    first, _, last = asked.removeprefix("bytes=").partition("-")
-                    start = int(first)
-                    data = data[start : int(last) + 1]
+                first, _, last = asked.removeprefix("bytes=").partition("-") if asked else ("0", "", str(total - 1))
+                start = int(first)
+                with path.open("rb") as file:
+                    file.seek(start)
+                    data = file.read(int(last) + 1 - start)
+                if self._left():
+                    return
+                row = (path.name, start, len(data))
                 with outer.lock:
-                    outer.log.append((path.name, start, len(data)))
+                    outer.log.append(row)
                 if outer.lies is not None:
                     data = outer.lies(path.name, start, data)
-                self.send_response(206 if asked else 200)
-                if asked:
-                    self.send_header("Content-Range", f"bytes {start}-{start + len(data) - 1}/{total}")
-                self.send_header("Content-Length", str(len(data)))
-                self.send_header("Last-Modified", "Mon, 02 Jan 2023 00:00:00 GMT")
-                self.end_headers()
-                with contextlib.suppress(ConnectionError):  # the one who asked was killed
+                try:
+                    self.send_response(206 if asked else 200)
+                    if asked:
+                        self.send_header("Content-Range", f"bytes {start}-{start + len(data) - 1}/{total}")
+                    self.send_header("Content-Length", str(len(data)))
+                    self.send_header("Last-Modified", "Mon, 02 Jan 2023 00:00:00 GMT")
+                    self.end_headers()
                     self.wfile.write(data)
+                except ConnectionError:
+                    with outer.lock:
+                        outer.log.remove(row)
+                    self.close_connection = True
+
+            def _left(self) -> bool:
+                """Whether the one who asked was killed, or did not wait so long."""
+                if not select.select([self.connection], [], [], 0)[0]:
+                    return False
+                with contextlib.suppress(ConnectionError):
+                    if self.connection.recv(1, socket.MSG_PEEK):
+                        return False
+                self.close_connection = True
+                return True
 
             def log_message(self, *_: Any) -> None:
                 return
