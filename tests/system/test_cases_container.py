@@ -22,6 +22,14 @@ from tests.system.container_box import SMALL, client, cluster, sandbox  # noqa: 
 
 pytestmark = [pytest.mark.needs("root", "cgroup", "oci", "guest"), pytest.mark.asyncio(loop_scope="module")]
 
+BOMB = """
+import os
+while True:
+    try:
+        os.fork()
+    except OSError:
+        pass
+"""
 HOG = "x = bytearray(300 << 20); x[::4096] = b'x' * len(x[::4096])"
 
 
@@ -194,30 +202,36 @@ async def test_c21_orphans_are_reaped(sandbox: Sandbox) -> None:  # noqa: F811
 
 
 async def test_c22_a_fork_bomb_is_not_felt_next_door(client: Client, sandbox: Sandbox) -> None:  # noqa: F811
-    """Neighbours' exec p99 during a fork bomb is at most five times what it was, and the bomb's sandbox can be stopped."""
+    """Neighbours' commands during a fork bomb that never gives up take at most five times what they took, and its sandbox can be stopped.
+    Below a floor nothing is compared: what else the machine does would decide. `python -m benchmarks neighbours` has the bare figure."""
 
-    async def p99(count: int = 60) -> float:
-        took = []
+    async def took(count: int = 100) -> tuple[float, float]:
+        times = []
         for _ in range(count):
             began = time.monotonic()
             await sandbox.exec("true")
-            took.append(time.monotonic() - began)
-        return sorted(took)[count * 99 // 100 - 1]
+            times.append(time.monotonic() - began)
+        return sorted(times)[count // 2], sorted(times)[count * 99 // 100 - 1]
 
-    await p99(5)
-    before = await p99()
+    await took(5)
+    before = await took()
     async with client.sandbox("small", **SMALL) as bomb:
-        process = bomb.start("f() { f | f & }; f", stdin=False)
-        await process.__aenter__()
-        process.detach()
-        await asyncio.sleep(0.3)
-        during = await p99()
-        assert (await bomb.info()).usage.pids <= 64  # type: ignore[union-attr]
+        async with bomb.start(["python3", "-c", BOMB], stdin=False) as process:
+            process.detach()
+        for _ in range(200):
+            if (await bomb.info()).usage.pids >= 60:  # type: ignore[union-attr]
+                break
+            await asyncio.sleep(0.05)
+        during = await took()
+        usage = (await bomb.info()).usage
+        assert usage is not None
+        assert 32 <= usage.pids <= 64
+        assert usage.cpu_ms > 100
         began = time.monotonic()
         await bomb.stop()
-        assert time.monotonic() - began < 10
-        await process.__aexit__(None, None, None)
-    assert during <= 5 * max(before, 0.01), (before, during)
+        assert time.monotonic() - began < 20
+    assert during[0] <= 5 * max(before[0], 0.02), (before, during)
+    assert during[1] <= 5 * max(before[1], 0.1), (before, during)
 
 
 async def test_c23_an_oom_kill_is_told_with_its_limit(sandbox: Sandbox) -> None:  # noqa: F811

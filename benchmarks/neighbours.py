@@ -1,0 +1,71 @@
+"""One sandbox's commands while others of its node do their worst."""
+
+from __future__ import annotations
+
+import asyncio
+from argparse import Namespace
+from contextlib import AsyncExitStack
+
+import libdsec
+from benchmarks import harness
+
+ABOUT = "a small command in one sandbox, before and while others of its node are hostile"
+KEYS = ("before_p50_ms", "during_p50_ms", "before_p99_ms", "during_p99_ms", "factor")
+DEFAULTS = {"n": 400, "rounds": 10, "hostile": 1, "kind": "fork", "cpus": 0.5}
+
+# What each kind of hostile sandbox runs, for ever. The process limit of the sandbox bounds the fork bomb.
+KINDS = {
+    # A shell that is not interactive ends with the first fork that is refused; this one takes the next line.
+    "fork": "yes 'f() { f | f & }; f' | sh -i",
+    "cpu": "for i in 1 2 3 4 5 6 7 8; do while :; do :; done & done; wait",
+    "output": "yes",
+    "disk": "while :; do dd if=/dev/zero of=/tmp/x bs=65536 count=400 2>/dev/null; rm /tmp/x; done",
+    "quiet": "sleep 3600",
+}
+LIMITS: libdsec.Options = {"memory": "96MiB", "disk": "64MiB", "pids": 64}
+
+
+async def phase(sandbox: libdsec.Sandbox, count: int) -> list[float]:
+    return [await harness.answered(sandbox) for _ in range(count)]
+
+
+async def run(options: Namespace) -> dict[str, object]:
+    if options.kind not in KINDS:
+        raise SystemExit(f"--kind {options.kind}: one of {', '.join(KINDS)}")
+    async with harness.session(options) as session, AsyncExitStack() as stack:
+        sandbox = await stack.enter_async_context(session.client.sandbox(session.image, cpus=options.cpus, **LIMITS))
+        hostile = [
+            await stack.enter_async_context(session.client.sandbox(session.image, cpus=options.cpus, **LIMITS))
+            for _ in range(options.hostile)
+        ]
+        for box in hostile:
+            async with box.start(KINDS[options.kind], stdin=False) as process:
+                process.detach()  # nobody reads its output: it is not held back
+        await phase(sandbox, 20)
+        before: list[float] = []
+        during: list[float] = []
+        for _ in range(options.rounds):  # in turns, so that whatever else the machine does meets both alike
+            await asyncio.gather(*(box.pause() for box in hostile))
+            before += await phase(sandbox, options.n // options.rounds)
+            await asyncio.gather(*(box.resume() for box in hostile))
+            await asyncio.sleep(0.2)
+            during += await phase(sandbox, options.n // options.rounds)
+        usage = [(await box.info()).usage for box in hostile]
+        for box in hostile:
+            await box.stop()
+        figures = {
+            f"{name}_p{percent}_ms": harness.rounded(harness.percentile(times, percent), 3)
+            for name, times in (("before", before), ("during", during))
+            for percent in (50, 99)
+        }
+        return {
+            **figures,
+            "factor": harness.rounded(harness.percentile(during, 99) / harness.percentile(before, 99), 2),
+            "n": len(before),
+            "hostile": options.hostile,
+            "kind": options.kind,
+            "hostile_pids": [item.pids for item in usage if item],
+            "hostile_cpu_ms": [item.cpu_ms for item in usage if item],
+            "features": await harness.features(session, sandbox),
+            "driver": session.driver,
+        }
