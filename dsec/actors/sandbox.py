@@ -421,6 +421,8 @@ class Sandbox:
             except (Busy, NodeError, SandboxGone) as error:
                 log.warning("sandbox.idle_pause_failed", sandbox=self.id, error=str(error))
                 self.clocks.last_active = time.monotonic()
+            if self.state is State.RUNNING:  # a request came first: its clock was taken from the sweep, and is put back
+                self.keeper.watch(self)
             return
         self.feed(event)
 

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 import pytest
 import pytest_asyncio
 
+from dsec.actors.lifecycle import On
 from dsec.backends.fake import Faults
 from dsec.bus.server import NatsServer
 from dsec.errors import Busy, NodeError, SandboxGone
@@ -141,7 +142,15 @@ async def test_an_idle_pause_never_stops_what_somebody_waits_for(box: Box) -> No
             assert (await sb.exec(f"echo {number} >> /log; sleep 0.02")).exit_code == 0
             await asyncio.sleep((number % 5) * 0.008)
         assert (await sb.files.read("/log")).split() == [str(number).encode() for number in range(40)]
-        assert "paused" in kinds(box, sb.id)
+        sandbox = box.edges["n1"].sandboxes[sb.id.rpartition("-")[2]]
+        await eventually(lambda: sandbox.state is State.PAUSED)
+        # A request that comes between the clock and the pause does not cost the sandbox its clock.
+        async with sandbox.awake():
+            await sandbox.on_clock(On.IDLE)
+            assert sandbox.within(State.RUNNING)
+            box.edges["n1"]._clock.clear()
+            await sandbox.on_clock(On.IDLE)
+        await eventually(lambda: sandbox.state is State.PAUSED)
         await sb.stop()
 
 
