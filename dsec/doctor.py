@@ -20,6 +20,7 @@ from pathlib import Path
 from dsec import doctor_probes as probes
 from dsec import syscalls
 from dsec.backends.disk import Disks
+from dsec.backends.plan import DISK_MODES
 from dsec.config import NetworkConfig, load
 from dsec.doctor_report import Check, Report, Status
 from dsec.errors import InvalidRequest, Unsupported
@@ -299,7 +300,7 @@ def _disk_limit() -> Answer:
     except (InvalidRequest, Unsupported) as error:
         return "missing", str(error)
     used = disks.modes[0]
-    better = [f"{name}: {why}" for name, why in disks.missing.items() if room.disk == "auto" and name != "disk=loop"]
+    better = [f"disk={mode}: {disks.missing[f'disk={mode}']}" for mode in DISK_MODES[: DISK_MODES.index(used)] if room.disk == "auto"]
     found = f"{used} at {disks.state}" + (f" ({'; '.join(better)})" if better else "")
     return ("fallback" if used == "tmpfs" else "ok"), found
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shlex
 from typing import Any
 
 import pytest
@@ -78,3 +79,20 @@ async def test_an_heir_that_cannot_start(leftovers: object, yard: Yard, monkeypa
     await until_gone(holder, box.pid)
     late = await yard.backend()
     assert await late.reap(frozenset()) == (box.plan.ulid,)
+
+
+async def test_an_heir_that_fails_is_followed(leftovers: object, yard: Yard, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An heir that dies before it has done its work leaves it to the next one."""
+    real, mark = orphans.command, yard.state / "tried"
+
+    def once(*what: Any) -> list[str]:
+        return ["/bin/sh", "-c", f"[ -e {mark} ] && exec {shlex.join(real(*what))}; touch {mark}; exit 1"]
+
+    monkeypatch.setattr(orphans, "command", once)
+    backend = await yard.backend(holder_linger=0.2, orphan_grace=GRACE)
+    box = await backend.launch(yard.plan(backend.node))
+    holder = holder_pid(backend)
+    await backend.close()
+    await until_gone(holder, box.pid)
+    assert mark.exists()
+    assert not os.listdir(backend._sandboxes)
