@@ -43,6 +43,14 @@ def die(box: Box) -> None:
     loader.drop(box.digest)
 
 
+def uncached(box: Box, fd: int) -> None:
+    """Out of the page cache, so that it is asked for again."""
+    for name in box.files:
+        file = os.open(name, os.O_RDONLY, dir_fd=fd)
+        os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(file)
+
+
 async def test_when_nobody_holds_the_device_readers_get_eio_and_never_zeros(box: Box) -> None:
     """Those that wait, and those that come later; what they had read stays right."""
     plan = await box.plan()
@@ -88,10 +96,7 @@ async def test_a_whole_layer_stays_behind_fuse_for_who_has_it_and_is_a_plain_fil
     signal.pidfd_send_signal(loader.pidfd, signal.SIGKILL)
     loader.ended()
     loader.start()
-    for name in box.files:  # out of the page cache, so that it is asked for again
-        file = os.open(name, os.O_RDONLY, dir_fd=fd)
-        os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
-        os.close(file)
+    uncached(box, fd)
     box.check(fd)
     await asyncio.to_thread(box.news, loader, "whole")  # the new worker serves it
     assert fuse.served(plan.devices[0]) is True
@@ -103,6 +108,19 @@ async def test_a_whole_layer_stays_behind_fuse_for_who_has_it_and_is_a_plain_fil
         await asyncio.sleep(0.05)
     assert not os.path.exists(fuse.beside(plan.devices[0]))
     await box.node.store.verify(box.digest)
+
+
+async def test_a_blob_that_was_cut_short_gives_eio_and_no_zeros(box: Box) -> None:
+    """The kernel would take a short answer for the end of the file, and show zeros from there on."""
+    plan = await box.plan()
+    fd = box.mount(plan)
+    box.check(fd)
+    await asyncio.to_thread(box.news, box.loaders[0], "whole")
+    uncached(box, fd)
+    os.truncate(plan.devices[0], 100_000)
+    last = list(box.files)[-1]
+    with pytest.raises(OSError, match="Input/output"):
+        box.check(fd, [last])
 
 
 @pytest.mark.needs("erofs_loop")
