@@ -53,6 +53,7 @@ class Sharing:
         try:
             ref = await self._theirs(remote, key, names, held, progress)
         except (Unavailable, NodeError) as error:
+            await held.aclose()
             progress(f"converted for this node alone: {error}")
             log.warning("image.not_shared", image=names[0], why=str(error))
             return await convert()
@@ -85,26 +86,31 @@ class Sharing:
         token = secrets.token_bytes(12).hex().encode()
         seen, since = b"", time.monotonic()
         while True:
-            try:
-                digest = await remote.image(key)
-                await self.layers.fetch(digest, progress)
-            except NotFound:  # nobody has converted it, or it was removed since
-                pass
-            else:
-                for name in names:
-                    await self.layers.store.tag(name, digest)
-                progress(f"{names[0]} {digest[:19]}, converted by another node")
-                return LayerRef(name=names[0], digest=digest)
-            if not remote.writable:
-                return None
+            if (ref := await self._made(remote, key, names, progress)) is not None or not remote.writable:
+                return ref
             if await remote.claim(key, token + b" 0") or (time.monotonic() - since > STALE_S and await _take_over(remote, key, token)):
                 await held.enter_async_context(_holding(remote, key, token))
-                return None
+                # Who had the claim until now may have been done between the two looks.
+                if (ref := await self._made(remote, key, names, progress)) is not None:
+                    await held.aclose()
+                return ref
             now = await remote.claimed(key)
             if now != seen:
                 seen, since = now, time.monotonic()
             progress("another node converts the image")
             await asyncio.sleep(POLL_S)
+
+    async def _made(self, remote: RemoteStore, key: str, names: Sequence[str], progress: Progress) -> LayerRef | None:
+        """What the store has of the image; None where nobody has converted it, or where that was removed since."""
+        try:
+            digest = await remote.image(key)
+            await self.layers.fetch(digest, progress)
+        except NotFound:
+            return None
+        for name in names:
+            await self.layers.store.tag(name, digest)
+        progress(f"{names[0]} {digest[:19]}, converted by another node")
+        return LayerRef(name=names[0], digest=digest)
 
     async def _share(self, remote: RemoteStore, key: str, names: Sequence[str], made: LayerRef, held: contextlib.AsyncExitStack) -> None:
         """Upload what was made here, say which image it is, and use the uploaded form here as well: it is what others have."""

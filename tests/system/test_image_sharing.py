@@ -14,6 +14,7 @@ import pytest
 
 import libdsec
 from dsec.actors.up import Cluster
+from dsec.errors import NotFound
 from dsec.layers import erofs_read, sharing
 from dsec.layers.fetch import NodeLayers
 from dsec.layers.pull import Puller, pull
@@ -29,6 +30,12 @@ SMALL: libdsec.Options = {"memory": "96MiB", "disk": "64MiB", "cpus": 0.5, "pids
 FILES = {"etc/a": b"a" * 70_000, "etc/b": b"upper"}
 
 
+@pytest.fixture(autouse=True)
+def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However slow this machine is, nobody here takes a node for dead that is not."""
+    monkeypatch.setattr(sharing, "STALE_S", 1e9)
+
+
 @pytest.fixture
 def layout(tmp_path: Path) -> Layout:
     made = Layout(tmp_path / "layout")
@@ -40,7 +47,7 @@ class Node:
     """The layers of a node that has none."""
 
     def __init__(self, place: Path, name: str, url: str) -> None:
-        self.layers = NodeLayers(LayerStore(place / name), RemoteStore(url, timeout=3.0, make=True))
+        self.layers = NodeLayers(LayerStore(place / name), RemoteStore(url, timeout=60.0, make=True))
         self.puller = Puller(self.layers, ["*"])
 
     async def have(self, image: str) -> LayerRef:
@@ -140,6 +147,32 @@ async def test_a_conversion_that_fails_is_another_nodes_to_try(layout: Layout, t
         registry.gate.set()
         await two.have(f"{registry.host}/app:1")
         await two.check(f"{registry.host}/app:1", tmp_path / "out")
+
+
+async def test_a_claim_that_is_free_because_all_is_done_converts_nothing(
+    layout: Layout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A node that looked before the other's upload, and claims behind it, looks again."""
+    async with nodes(tmp_path, 2) as (one, two), Served(layout) as registry:
+        image = f"{registry.host}/app:1"
+        remote = two.layers.remote
+        assert remote is not None
+        look, looks = remote.image, []
+
+        async def late(key: str) -> str:
+            looks.append(key)
+            if len(looks) == 1:  # the other one does all of it between this look and the claim
+                await one.have(image)
+                await one.puller.sharing.settle()
+                raise NotFound("not yet")
+            return await look(key)
+
+        monkeypatch.setattr(remote, "image", late)
+        await two.have(image)
+        assert len(looks) == 2
+        assert len(registry.layers()) == 2
+        assert await remote._paths("claims/") == []
+        await two.check(image, tmp_path / "out")
 
 
 async def test_without_the_shared_store_a_node_converts_for_itself(layout: Layout, tmp_path: Path) -> None:
