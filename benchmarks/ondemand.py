@@ -1,8 +1,9 @@
 """A workload on a base that is not on its node: filled as it is read, with a prefetch list, fetched whole, and as a tar.gz.
 
-Each way gets a node of its own that has nothing. The store is a web server on this machine with a delay, so the bytes that
-travel are the honest measure, and the times show how much of the waiting is hidden. Docker pulls the same tree from a registry of its own
-(`dockerpull`), without that delay; it is left out, with the reason, where it is not installed.
+Each way gets a node of its own that has nothing but has run a sandbox before, on a small layer of the same store. That store is a web
+server on this machine with a delay, so the bytes that travel are the honest measure, and the times show how much of the waiting is
+hidden. Docker pulls the same tree from a registry of its own (`dockerpull`), without that delay; it is left out, with the reason,
+where it is not installed.
 """
 
 from __future__ import annotations
@@ -52,18 +53,21 @@ git init -q r && cd r && echo x >x && git add x && git -c user.name=a -c user.em
 """,
     "busybox": "echo 45; echo built; echo x; find / -xdev -type f | head -n 200 | xargs cat >/dev/null; true",
 }
+SMALL = "bench/small"
 ANSWER = "45\nbuilt\nx\n"
 PYTHON = {"debian-12-tools": "python3 -c 'print(45)'", "busybox": "echo 45"}
 
 
 @asynccontextmanager
 async def node(url: str, *, lazily: bool = True) -> AsyncIterator[libdsec.Client]:
-    """A cluster of one node with an empty store, whose layers come from ``url``."""
+    """A cluster of one node with an empty store, whose layers come from ``url``; it runs: its holder, loader and launcher have begun."""
     mark = f"bench-{secrets.token_hex(4)}"
     state = Path(tempfile.mkdtemp(prefix=f"dsec-{mark}-", dir=harness.CACHE))  # on the same disk as the source, not in memory
     layers = {"store_dir": str(state / "layers"), "remote": url, "on_demand": lazily}
     try:
         async with Cluster(state, edges=(mark,), overrides={"layers": layers}) as cluster, libdsec.connect(cluster.url) as client:
+            async with client.sandbox(SMALL, memory=64 * harness.MIB, disk=16 * harness.MIB) as sandbox:
+                await sandbox.exec("true")
             yield client
     finally:
         await asyncio.to_thread(shutil.rmtree, state, True)
@@ -125,6 +129,7 @@ async def run(options: Namespace) -> dict[str, object]:
     try:
         shared = RemoteStore(str(place / "remote"), make=True)
         digest = (await fetch.push(store, shared, image, progress=harness.say)).digest
+        await fetch.push(store, shared, await harness.make_base(store, "busybox"), SMALL)
         async with rangeserver.serving(place / "remote", options.delay_ms) as server:
             return await measure(options, store, shared, digest, server, place)
     finally:
