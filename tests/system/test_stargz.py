@@ -11,15 +11,13 @@ import shutil
 import tempfile
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import pytest_asyncio
 
 import libdsec
 from dsec.actors.up import Cluster
-from dsec.errors import InvalidRequest, Unsupported
-from dsec.layers import diff, stargz
+from dsec.layers import diff
 from dsec.layers.fetch import NodeLayers
 from dsec.layers.pull import Puller, pull
 from dsec.layers.store import LayerStore
@@ -80,33 +78,6 @@ async def test_what_cannot_be_read_in_parts_is_fetched_whole(layers: NodeLayers,
         info = await layers.store.info(await pulled(layers, f"{registry.host}/app:1"))
     assert info.stack == ()
     assert info.stored == "erofs"
-
-
-def entry(name: str, **more: Any) -> stargz.Entry:
-    return stargz.Entry(**{"name": name, "type": "reg", "size": 10, "offset": 5, "chunk_digest": "sha256:" + "0" * 64, **more})
-
-
-@pytest.mark.parametrize(
-    ("entries", "error"),
-    [
-        ([entry("../up")], InvalidRequest),
-        ([entry("a", chunk_digest="")], Unsupported),
-        ([entry("a", chunk_size=5)], Unsupported),  # the rest would be zeros
-        ([entry("a", chunk_offset=5)], Unsupported),
-        ([entry("a", chunk_size=5), entry("a", type="chunk", chunk_offset=6, chunk_size=4)], Unsupported),
-        ([entry("b", type="chunk")], Unsupported),
-        ([entry("a"), entry("a")], Unsupported),
-        ([entry("l", type="symlink", link_name="/etc"), entry("l/in")], Unsupported),
-        ([entry("h", type="hardlink", link_name="nothing")], Unsupported),
-        ([entry("a", offset=100)], Unsupported),
-        ([entry("a", uid=70_000)], Unsupported),
-        ([entry("s", type="symlink")], InvalidRequest),
-    ],
-)
-def test_tables_that_cannot_be_believed(entries: list[stargz.Entry], error: type[Exception]) -> None:
-    """What would give other bytes or another tree than the archive is refused."""
-    with pytest.raises(error):
-        stargz.layer(stargz.Toc(version=1, entries=entries), 50)
 
 
 @pytest.fixture(scope="module")
