@@ -21,9 +21,11 @@ import libdsec.client as aio
 from dsec.bus.messages import ClusterView, Event
 from dsec.errors import InvalidRequest
 from dsec.model import Exit, OpStatus, PackedLayer, Paused, SandboxInfo, SandboxSpec, Stat
+from libdsec import names
 from libdsec.burst import Burst as AioBurst
 from libdsec.files import Files as AioFiles
 from libdsec.forward import Address, Forward
+from libdsec.names import Named
 from libdsec.process import OutputEvent
 from libdsec.process import Process as AioProcess
 from libdsec.results import ExecResult, ItemOutcome
@@ -119,7 +121,9 @@ def connect(url: str | None = None, **options: Any) -> Client:
     return Client(aio.connect(url, **options))
 
 
-class Client:
+class Client(Named):
+    _meant = names.CLIENT
+
     def __init__(self, client: aio.Client) -> None:
         self._client = client
         self._loop: Loop | None = None
@@ -246,8 +250,10 @@ class Burst:
         return list(self._burst.failed)
 
 
-class Sandbox:
+class Sandbox(Named):
     """Methods as of `libdsec.Sandbox`, blocking."""
+
+    _meant = names.SANDBOX
 
     def __init__(self, loop: Loop, sandbox: AioSandbox) -> None:
         self._loop = loop
@@ -298,6 +304,15 @@ class Sandbox:
 
     def stop(self, grace: float = 0.0) -> None:
         self._loop.run(self._sandbox.stop(grace))
+
+    def kill(self) -> None:
+        self._loop.run(self._sandbox.kill())
+
+    def terminate(self, grace: float = 0.0) -> None:
+        self._loop.run(self._sandbox.terminate(grace))
+
+    def is_running(self) -> bool:
+        return self._loop.run(self._sandbox.is_running())
 
     def pause(self) -> Paused:
         return self._loop.run(self._sandbox.pause())
@@ -396,7 +411,9 @@ class Session:
         self._loop.run(self._session.close())
 
 
-class Files:
+class Files(Named):
+    _meant = names.FILES
+
     def __init__(self, loop: Loop, files: AioFiles) -> None:
         self._loop = loop
         self._files = files

@@ -14,9 +14,11 @@ from dsec.bus.subjects import Caller
 from dsec.bus.transport import Msg, Subscription
 from dsec.errors import DsecError, InvalidRequest, Unavailable
 from dsec.model import SandboxId, SandboxSpec, State, check_project, new_ulid
+from libdsec import names
 from libdsec.burst import Burst, Gathering, create_one
 from libdsec.lease import LeaseKeeper
 from libdsec.many import Many, gone
+from libdsec.names import Named
 from libdsec.plan import expand
 from libdsec.sandbox import Sandbox
 from libdsec.spec import Options, labels_map, milliseconds, spec, text, wrong
@@ -86,13 +88,14 @@ def connect(
     return Client(wire, Lease(id=lease or new_ulid(), ttl_ms=ttl), named=lease is not None)
 
 
-class Client(Many):
+class Client(Many, Named):
     """Made by `connect`. Belongs to the event loop and the process in which it was entered.
 
     ``on_wait(count, why)`` is called now and then while ``count`` sandboxes of one create find no room; ``why`` is the last refusal.
     """
 
     on_wait: Callable[[int, DsecError | None], object] | None = None
+    _meant = names.CLIENT
 
     def __init__(self, wire: Wire, lease: Lease, *, named: bool) -> None:
         super().__init__(wire)

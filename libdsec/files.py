@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, BinaryIO
 
 from dsec.errors import Denied, DsecError, InvalidRequest, NotFound, SandboxError
 from dsec.model import FileReply, FileRequest, Stat
+from libdsec import names
+from libdsec.names import Named
 from libdsec.spec import text, user_name, whole
 from libdsec.tree import Unpacked, download_tree, pack_inside, unpack_inside, upload_tree
 from libdsec.watch import FileEvent, watch_tree
@@ -35,11 +37,13 @@ LINKS = 40  # as the kernel follows
 Progress = Callable[[int, int], None]
 
 
-class Files:
+class Files(Named):
     """``sandbox.files``. Paths are absolute, or relative to ``/``; links resolve inside the sandbox and never leave it.
 
     Errors: `NotFound` (no such file), `SandboxError` (disk full, not a directory, …), `InvalidRequest`, `SandboxGone`.
     """
+
+    _meant = names.FILES
 
     def __init__(self, sandbox: Sandbox, user: str = "") -> None:
         self._sandbox = sandbox

@@ -31,7 +31,9 @@ from dsec.bus.messages import (
 )
 from dsec.errors import Busy, DeadlineExceeded, DsecError, InvalidRequest, NotFound, SandboxGone, Unavailable
 from dsec.model import Command, ExecSpec, Exit, ImageConfig, LayerRef, OpStatus, PackedLayer, Paused, SandboxId, SandboxInfo, State
+from libdsec import names
 from libdsec.files import Files
+from libdsec.names import Named
 from libdsec.results import ExecResult
 from libdsec.session import Session, shell_specs
 from libdsec.spec import exec_spec, layer_name, milliseconds, size, text, user_name, whole
@@ -57,11 +59,13 @@ def new_op() -> str:
     return os.urandom(16).hex()
 
 
-class Sandbox:
+class Sandbox(Named):
     """A handle. Made by `Client.sandbox`, `create`, `burst`, `attach`; it holds nothing itself.
 
     Once the sandbox has ended every method raises `SandboxGone` whose ``reason`` is the Exit's reason.
     """
+
+    _meant = names.SANDBOX
 
     def __init__(
         self,
@@ -245,6 +249,22 @@ class Sandbox:
             pass
         self._stopped = True
         self._client._leases.release(self._id)  # what ended it, and when, its node goes on telling
+
+    async def kill(self) -> None:
+        """`stop` without a grace."""
+        await self.stop()
+
+    async def terminate(self, grace: float = 0.0) -> None:
+        """`stop`."""
+        await self.stop(grace)
+
+    async def is_running(self) -> bool:
+        """Whether it lives and can be used: also one that is paused, which the next request resumes."""
+        try:
+            state = (await self.info()).state
+        except (SandboxGone, NotFound):
+            return False
+        return state not in (State.STOPPING, State.STOPPED)
 
     async def pack_diff(
         self,

@@ -394,6 +394,20 @@ async def test_projects_below_are_reached_where_that_is_asked(dsec: Client, fake
         await clients[3].stop(everything=True)
 
 
+async def test_a_sandbox_is_ended_by_other_names_too(dsec: Client) -> None:
+    """`kill` and `terminate` are `stop`; `is_running` says whether it can be used, however it ended."""
+    for end in ("kill", "terminate"):
+        sb = await dsec.create("img", **FAKE)
+        assert await sb.is_running()
+        await sb.pause()
+        assert await sb.is_running()
+        await getattr(sb, end)()
+        assert not await sb.is_running()
+        assert (await sb.info()).exit.reason == "requested"  # type: ignore[union-attr]
+    with pytest.raises(AttributeError, match=r"use sandbox\.exec"):
+        sb.run_command  # type: ignore[attr-defined]  # noqa: B018
+
+
 async def test_a_kind_of_event_that_does_not_exist(dsec: Client) -> None:
     """Nobody would ever send one: the error names the kind that was meant, before anything is waited for."""
     async with asyncio.timeout(5):

@@ -83,6 +83,7 @@ async def sandbox_api(sandbox: libdsec.Sandbox) -> None:
     async with sandbox.attach_session("0" * 32) as shell:
         await shell.close()
     assert_type(await sandbox.sessions(), list[OpStatus])
+    assert_type(await sandbox.is_running(), bool)
     async with sandbox.terminal("python3", rows=30) as process:
         assert_type(await process.expect(">>> ", timeout=5), re.Match[bytes])
         async for text in process.texts():
