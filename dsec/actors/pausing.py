@@ -133,7 +133,8 @@ async def _move(sandbox: Sandbox, ok: On, undone: On) -> None:
         await sandbox.settled(None)
         raise
     except Exception as error:
-        sandbox.feed(On.BROKEN, detail=repr(error))
+        if not sandbox.keeper.over:  # an Edge that has let go has no threads any more: the next one looks at the kernel
+            sandbox.feed(On.BROKEN, detail=repr(error))
         raise
     sandbox.feed(ok)  # which writes it down. Nobody waits for the disk: what the kernel shows is the truth for the next Edge
     if sandbox.state in (State.STOPPING, State.STOPPED):

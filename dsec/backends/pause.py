@@ -6,10 +6,11 @@ Swap is set up by the configuration (dsec/qos/swap.py). Where there is none a pa
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any, TypeVar
 
@@ -93,10 +94,8 @@ class Pauser:
 
     async def resume(self, ulid: str, init: int) -> None:
         """See `Instance.resume`."""
-        swapped = self.swap.active and bool((await self._in(self._freezers, pages.held, self._groups, ulid)).swap)
-        if swapped:
-            await self._in(self._freezers, pages.prefetch, self._groups, ulid, (init,), _always)
-        await self.freeze(ulid, False)
+        with _undone(ulid):
+            swapped = await self._in(self._freezers, self._thaw, ulid, init)
         if swapped and self._config.prefetch:
             token = self._awake[ulid] = object()
             self._fetchers.submit(self._fetch, ulid, token)
@@ -106,6 +105,14 @@ class Pauser:
         return await self._in(self._freezers, self._groups.freezing, ulid)
 
     # ------------------------------------------------------------------ inside, in threads
+    def _thaw(self, ulid: str, init: int) -> bool:
+        """The agent's pages, then all may run; whether some of it lies in swap. One piece of work: each change of threads takes time."""
+        swapped = self.swap.active and bool(pages.held(self._groups, ulid).swap)
+        if swapped:
+            pages.prefetch(self._groups, ulid, (init,), _always)
+        self._groups.freeze(ulid, False)
+        return swapped
+
     def _page_out(self, ulid: str) -> tuple[int, int, str]:
         before = pages.held(self._groups, ulid)
         pages.page_out(self._groups, ulid, self._together)
@@ -135,15 +142,21 @@ class Pauser:
 
     async def freeze(self, ulid: str, on: bool) -> None:
         """Only that. Raises `Undone`: it is as before."""
-        try:
+        with _undone(ulid):
             await self._in(self._freezers, self._groups.freeze, ulid, on)
-        except OSError as error:
-            raise Undone(f"freezer: {error}", sandbox=ulid) from error
-        except NodeError as error:
-            raise Undone(error.message, sandbox=ulid) from error
 
     async def _in(self, pool: ThreadPoolExecutor, function: Callable[..., T], *args: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(pool, functools.partial(function, *args))
+
+
+@contextlib.contextmanager
+def _undone(ulid: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise Undone(f"freezer: {error}", sandbox=ulid) from error
+    except NodeError as error:
+        raise Undone(error.message, sandbox=ulid) from error
 
 
 def _always() -> bool:
