@@ -217,7 +217,8 @@ class ContainerBackend:
                     if last:
                         raise
             await self._holder.restore_kits()
-            if self.driver.name == "native":
+            self.site.zygotes = bool(hello.get("native"))
+            if self.driver.name == "native" and self.site.zygotes:
                 await self._holder.request("zygotes")
             if self.options.remote:
                 await self._holder.request("loader")  # it takes a moment to start: before the first layer needs it

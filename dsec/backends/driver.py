@@ -24,6 +24,7 @@ class Site:
         self.holder = holder
         self.network = network
         self.root = self.prefix = ""  # where roots and layers are attached in the holder's namespace
+        self.zygotes = False  # the holder that serves may be of an earlier version
         self.by_paths = False  # overlays by paths, not by descriptors: the holder knows what its kernel can
         self.cgroup_v2 = False
         self.masked_directories: frozenset[str] = frozenset()

@@ -152,6 +152,7 @@ class Holder(OnDemand, Zygotes, DiskStores, Heirs):
             "root": f"{self.place}/root",
             "prefix": f"{self.place}/l",
             "by_paths": self.by_paths,
+            "native": True,  # it keeps zygotes
             "disabled": os.environ.get("DSEC_DISABLE", ""),
         }
 

@@ -8,6 +8,7 @@ import os
 import platform
 import socket
 
+from dsec import syscalls
 from dsec.backends import frame, runtime
 from dsec.backends.base import LaunchPlan
 from dsec.backends.driver import LAUNCH_TIMEOUT, Site
@@ -22,6 +23,10 @@ ARCHES = ("x86_64", "aarch64")
 
 def trouble(site: Site) -> str:
     """Why the native launcher cannot serve here; "" when it can."""
+    if syscalls.disabled("native"):
+        return "disabled by DSEC_DISABLE"
+    if not site.zygotes:
+        return "the holder of this node is of an earlier version, and sandboxes live in it"
     if platform.machine() not in ARCHES:
         return f"the launcher is not built for {platform.machine()}"
     if site.by_paths:
