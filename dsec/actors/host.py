@@ -147,11 +147,12 @@ def node_layers(config: Config) -> NodeLayers:
     """This node's layer store, and the remote one where one is configured. Raises `NodeError`, `InvalidRequest`, `Unsupported`."""
     room = config.layers
     store = LayerStore(room.store_dir or Path(config.edge.state_dir) / "layers")
-    if not room.remote:
-        return NodeLayers(store)
-    from dsec.layers.remote import RemoteStore
+    remote = None
+    if room.remote:
+        from dsec.layers.remote import RemoteStore
 
-    return NodeLayers(store, RemoteStore(room.remote), cache=room.cache_bytes, lazy=room.on_demand, patience=room.patience_ms / 1e3)
+        remote = RemoteStore(room.remote)
+    return NodeLayers(store, remote, cache=room.cache_bytes, lazy=room.on_demand, patience=room.patience_ms / 1e3)
 
 
 def log_layer_news(news: dict[str, Any]) -> None:

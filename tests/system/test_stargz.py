@@ -16,6 +16,8 @@ import pytest
 import pytest_asyncio
 
 import libdsec
+from dsec import config as configs
+from dsec.actors.host import node_layers
 from dsec.actors.up import Cluster
 from dsec.layers import diff
 from dsec.layers.fetch import NodeLayers
@@ -60,6 +62,16 @@ async def test_a_table_gives_the_same_tree_as_the_archive(layers: NodeLayers, tm
         left = list(diff.entries(str(await layers.store.content(mine))))
         right = [row for row in diff.entries(str(await whole.content(theirs))) if row.path != "/stargz.index.json"]
         assert left == right
+
+
+async def test_with_on_demand_switched_off_an_image_is_converted(tmp_path: Path) -> None:
+    """As the configuration says."""
+    layout = Layout(tmp_path / "layout")
+    stargz_box.image(layout, [LOWER], "1")
+    config = configs.parse({"layers": {"store_dir": str(tmp_path / "store"), "on_demand": False}}, {})
+    layers = node_layers(config)
+    async with Served(layout) as registry:
+        assert (await layers.store.info(await pulled(layers, f"{registry.host}/app:1"))).stack == ()
 
 
 async def test_what_cannot_be_read_in_parts_is_fetched_whole(layers: NodeLayers, tmp_path: Path) -> None:
