@@ -81,7 +81,7 @@ async def test_an_idle_container_costs_few_bytes_more(state_dir: Path) -> None:
 
     def make(number: int) -> None:
         backend._ends[plans[number].ulid] = End()
-        backend._instance(plans[number], os.getpid()).on_exit(ends.append)
+        backend._instance(plans[number], os.getpid(), backend._link(plans[number], os.getpid())).on_exit(ends.append)
 
     for number in range(100):
         make(number)
