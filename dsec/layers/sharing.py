@@ -20,6 +20,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 import structlog
 
 from dsec.errors import DsecError, NodeError, NotFound, Unavailable
+from dsec.layers import erofs
 from dsec.layers.fetch import NodeLayers, push
 from dsec.layers.remote import RemoteStore
 from dsec.layers.tools import Progress
@@ -43,20 +44,27 @@ class Sharing:
     async def obtain(self, key: str, names: Sequence[str], convert: Callable[[], Awaitable[LayerRef]], progress: Progress) -> LayerRef:
         """The image as a layer of this node under ``names``: what another node has made of it, or what ``convert`` makes now.
 
-        A store that cannot be reached, or only read, shares nothing: the image is then converted for this node alone. Raises what
-        ``convert`` raises.
+        A store that cannot be reached, or only read, shares nothing: the image is then converted for this node alone. So it is without
+        mkfs.erofs, which an upload takes. Raises what ``convert`` raises.
         """
         remote = self.layers.remote
         if remote is None:
             return await convert()
+        shares = remote.writable and erofs.available()
         held = contextlib.AsyncExitStack()
         try:
-            ref = await self._theirs(remote, key, names, held, progress)
+            if shares:
+                ref = await self._theirs(remote, key, names, held, progress)
+            else:
+                ref = await self._made(remote, key, names, progress)
         except (Unavailable, NodeError) as error:
             await held.aclose()
             progress(f"converted for this node alone: {error}")
             log.warning("image.not_shared", image=names[0], why=str(error))
             return await convert()
+        except BaseException:
+            await held.aclose()
+            raise
         if ref is not None:
             return ref
         try:
@@ -64,6 +72,8 @@ class Sharing:
         except BaseException:
             await held.aclose()
             raise
+        if not shares:
+            return made
         upload = asyncio.get_running_loop().create_task(self._share(remote, key, names, made, held))
         self._uploads.add(upload)
         upload.add_done_callback(self._uploads.discard)
@@ -86,7 +96,7 @@ class Sharing:
         token = secrets.token_bytes(12).hex().encode()
         seen, since = b"", time.monotonic()
         while True:
-            if (ref := await self._made(remote, key, names, progress)) is not None or not remote.writable:
+            if (ref := await self._made(remote, key, names, progress)) is not None:
                 return ref
             if await remote.claim(key, token + b" 0") or (time.monotonic() - since > STALE_S and await _take_over(remote, key, token)):
                 await held.enter_async_context(_holding(remote, key, token))
