@@ -336,6 +336,9 @@ class ContainerBackend:
                     link.expect(pid)
                 except BaseException:
                     await link.close()
+                    if call is not None:
+                        call.cancel()
+                        await asyncio.gather(call, return_exceptions=True)
                     raise
                 finally:
                     listener.close()
