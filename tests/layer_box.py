@@ -202,7 +202,7 @@ class Box:
         for name in names or list(self.files):
             assert hashlib.sha256(self.read(fd, name)).digest() == hashlib.sha256(self.files[name]).digest(), name
 
-    def news(self, loader: Loader, what: str, seconds: float = 15.0) -> dict[str, Any]:
+    def news(self, loader: Loader, what: str, seconds: float = 60.0) -> dict[str, Any]:
         """The worker's next message of a kind."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:

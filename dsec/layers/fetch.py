@@ -145,17 +145,23 @@ class NodeLayers:
 
     async def _fetch(self, remote: RemoteStore, name: str, progress: Progress) -> LayerRef:
         digest = name if index.is_digest(name) else (await remote.resolve(name)).digest
-        try:
-            await self.store.check(digest)
-        except (NotFound, NodeError):
-            await self._receive(remote, digest, progress)
-        for below in (await self.store.info(digest)).stack:  # an image too large for one layer
+        named = "" if index.is_digest(name) else name
+        while True:
+            try:
+                await self.store.check(digest)
+                if named:
+                    await self.store.tag(named, digest)
+            except (NotFound, NodeError):
+                # With its name at once: one that has none is the gc's, who may have taken it just now.
+                await self._receive(remote, digest, named, progress)
+            with contextlib.suppress(NotFound):
+                stack = (await self.store.info(digest)).stack
+                break
+        for below in stack:  # an image too large for one layer
             await self._fetch(remote, below, progress)
-        if not index.is_digest(name):
-            await self.store.tag(name, digest)
         return LayerRef(name=name, digest=digest)
 
-    async def _receive(self, remote: RemoteStore, digest: str, progress: Progress) -> None:
+    async def _receive(self, remote: RemoteStore, digest: str, name: str, progress: Progress) -> None:
         await self._use(remote, digest)  # before its record is read: see `RemoteStore.use`
         data, meta, info, ahead = await asyncio.gather(
             remote.manifest(digest), remote.meta_bytes(digest), remote.info(digest), remote.ahead(digest)
@@ -166,7 +172,7 @@ class NodeLayers:
         async with self.store.staging() as stage:
             await tools.write(stage / "meta", meta)
             record = msgspec.structs.replace(info, remote=remote.url, names=())
-            await self.store.put_split(stage / "meta", None, data, "", record)
+            await self.store.put_split(stage / "meta", None, data, name, record)
             if ahead:
                 hint = self.store.side(digest, ".ahead")
                 await tools.write(hint, msgspec.json.encode(ahead))
