@@ -56,6 +56,13 @@ async def test_a_client_killed_at_each_of_twenty_steps(cluster: Cluster, sandbox
     assert [item.step for item in found] == [f"step-{number}" for number in range(STEPS)]
     assert [item.seq for item in found] == sorted({item.seq for item in found})
     assert all(item.exit_code == 0 for item in found)
+    # Results are copied to the stream of events, each once, a moment later.
+    async with libdsec.connect(cluster.url) as dsec, asyncio.timeout(60):
+        copies: list[object] = []
+        while len(copies) < STEPS:
+            events = dsec.events(kinds=("step",), ids=[sandbox.id], since="all", follow=False)
+            copies = [(event.detail["step"], event.detail["stdout"]) async for event in events]
+    assert copies == [(f"step-{number}", f"result {number}\n") for number in range(STEPS)]
 
 
 async def test_steps_of_several_sandboxes_are_their_own(client: libdsec.client.Client) -> None:
