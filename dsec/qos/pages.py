@@ -53,8 +53,17 @@ def page_out(groups: Cgroups, name: str, run: Callable[[list[Callable[[], None]]
     """Send the anonymous memory and the tmpfs files of a frozen group to swap, as far as there is room. ``run`` carries out several
     pieces of work, at one time if it can. Raises `OSError` of the control files."""
     if groups.version == 2:
-        _reclaim(groups, name)
+        with _swap_allowed(groups, name):
+            if not _reclaim(groups, name):
+                _advise_all(groups, name, run)
         return
+    _advise_all(groups, name, run)
+    if held(groups, name).shmem >= SMALL:
+        with contextlib.suppress(InterruptedError):
+            _write(groups, name, "memory.force_empty", "0")
+
+
+def _advise_all(groups: Cgroups, name: str, run: Callable[[list[Callable[[], None]]], None]) -> None:
     work = []
     for fd, ranges in _members(groups, name):
         pieces = [_advise(fd, chunk, syscalls.MADV_PAGEOUT) for chunk in chunks(ranges, PIECE)]
@@ -64,28 +73,38 @@ def page_out(groups: Cgroups, name: str, run: Callable[[list[Callable[[], None]]
     finally:
         for fd, _ in work:
             os.close(fd)
-    if held(groups, name).shmem >= SMALL:
-        with contextlib.suppress(InterruptedError):
-            _write(groups, name, "memory.force_empty", "0")
 
 
-def _reclaim(groups: Cgroups, name: str) -> None:
-    _write(groups, name, "memory.swap.max", "max")
+@contextlib.contextmanager
+def _swap_allowed(groups: Cgroups, name: str) -> Iterator[None]:
+    """A group has no swap but while its memory is sent there. A kernel that does not count swap has no such file, and no such limit."""
+    with contextlib.suppress(FileNotFoundError):
+        _write(groups, name, "memory.swap.max", "max")
     try:
-        before = held(groups, name)
-        want = before.anon + before.shmem
-        if want:
-            for order in (f"{want} swappiness=200", str(want)):  # without the word (Linux < 6.10) cached files go first
-                try:
-                    _write(groups, name, "memory.reclaim", order)
-                    break
-                except OSError as error:
-                    if error.errno == errno.EAGAIN:  # not all of it could be reclaimed; what was, was
-                        break
-                    if error.errno != errno.EINVAL:
-                        raise
+        yield
     finally:
-        _write(groups, name, "memory.swap.max", "0")
+        with contextlib.suppress(FileNotFoundError):
+            _write(groups, name, "memory.swap.max", "0")
+
+
+def _reclaim(groups: Cgroups, name: str) -> bool:
+    """By memory.reclaim; False where there is none (Linux < 5.19)."""
+    before = held(groups, name)
+    want = before.anon + before.shmem
+    if not want:
+        return True
+    for order in (f"{want} swappiness=200", str(want)):  # without the word (Linux < 6.10) cached files go first
+        try:
+            _write(groups, name, "memory.reclaim", order)
+        except FileNotFoundError:
+            return False
+        except OSError as error:
+            if error.errno == errno.EINVAL:
+                continue
+            if error.errno != errno.EAGAIN:  # not all of it could be reclaimed; what was, was
+                raise
+        return True
+    return True
 
 
 def prefetch(groups: Cgroups, name: str, pids: Iterable[int], go_on: Callable[[], bool]) -> None:
