@@ -53,6 +53,7 @@ STREAMS = 16
 AROUND, DENSE = 16, 3  # where so many chunks of so many on either side were read, the next one will be too (half of them are)
 WINDOW, STEP = 48, 8  # chunks of a prefetch list that are sorted together; neighbours of them in one request
 TROUBLE_EVERY_S = 1.0
+RETRY_S = 1.0  # a blob that cannot be served is tried again
 BUSY, REST = 6, 10  # of FLUSH_S: flushed so often while chunks come; from the last chunk until the page cache of the blob is given back
 
 
@@ -65,7 +66,6 @@ class Blob:
         self.gate = way
         self.fd, self.slot = fds[1], self.gate.slot
         self.journal = mmap.mmap(fds[2], self.slot * SLOTS)
-        os.close(fds[2])
         self.view = memoryview(self.journal)
         self.free = list(range(SLOTS))
         self.lock = threading.Lock()
@@ -83,6 +83,7 @@ class Blob:
         if spec["remote"].startswith(objects.REGISTRY):  # a registry is no store to stand on: all of it comes, behind what is read
             self._ahead = list(range(len(known.chunks)))
         self.filler = Filler(self.fd, known, bitmap(spec["data"]), self.fetch, worker.pool, self.whole)
+        os.close(fds[2])
         self.closed = False
         self.flushing = threading.Lock()
         self.fetched = self.rest = self.busy = 0  # for the flusher
@@ -283,6 +284,7 @@ class Worker:
         self.wake, self.wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self.stores: dict[str, Any] = {}
         self.fresh: list[Blob] = []
+        self.dropped: set[str] = set()
         self.lock = threading.Lock()
 
     def store(self, url: str) -> Any:
@@ -339,6 +341,7 @@ class Worker:
             fds.frombytes(payload[: len(payload) - len(payload) % 4])
         message = json.loads(data)
         if message["op"] == "add":
+            self.dropped.discard(message["name"])
             self._apart(self._adopt, message, list(fds))
         elif message["op"] == "quit":
             self.poll.unregister(self.control.fileno())
@@ -347,6 +350,7 @@ class Worker:
             for blob in list(self.blobs.values()):
                 self._end(blob)
         elif message["op"] == "drop":
+            self.dropped.add(message["name"])
             for blob in [blob for blob in self.blobs.values() if blob.name == message["name"]]:
                 self._end(blob)
 
@@ -368,11 +372,16 @@ class Worker:
                 os.close(fd)
             return
         try:
-            blob = Blob(self, message, way, fds)
-        except (OSError, DsecError) as error:
-            self.tell({"name": message["name"], "what": "trouble", "text": f"cannot be served: {error}"})
-            with contextlib.suppress(Over):
-                _refuse(way, fds[2])
+            while (blob := self._blob(message, way, fds)) is None:
+                _refuse(way, fds[2], RETRY_S)
+                if message["name"] in self.dropped:
+                    raise Over
+        except Over:
+            way.close()
+            for fd in fds[1:]:
+                os.close(fd)
+            if message["name"] not in self.dropped:
+                self.tell({"name": message["name"], "what": "unused"})
             return
         if blob.filler.left == 0:
             blob.whole()
@@ -383,6 +392,13 @@ class Worker:
         blob.prefetch()
         if self.control is None:
             self._complete(blob)
+
+    def _blob(self, message: dict[str, Any], way: Gate, fds: list[int]) -> Blob | None:
+        try:
+            return Blob(self, message, way, fds)
+        except (OSError, DsecError) as error:  # a directory that is not mounted yet, perhaps
+            self.tell({"name": message["name"], "what": "trouble", "text": f"cannot be served: {error}"})
+            return None
 
     def _begin(self) -> None:
         with self.lock:
@@ -449,19 +465,19 @@ def gate(spec: dict[str, Any], fds: list[int]) -> Gate:
     return Fuse(fds[0], fds[1], spec["data"]) if spec.get("way") == "fuse" else Fanotify(fds[0])
 
 
-def _refuse(way: Gate, journal: int) -> None:
-    """A blob that cannot be filled: every reader gets EIO instead of waiting. Raises `Over`."""
+def _refuse(way: Gate, journal: int, seconds: float) -> None:
+    """A blob that cannot be filled now: for so long every reader gets EIO instead of waiting. Raises `Over`."""
     _answer_all(way, journal, errno.EIO)
-    with mmap.mmap(journal, way.slot * SLOTS) as memory:
-        part = memoryview(memory)[: way.slot]
-        while True:
-            select.select([way.fd], [], [])
+    end = time.monotonic() + seconds
+    with mmap.mmap(journal, way.slot * SLOTS) as memory, memoryview(memory) as view, view[: way.slot] as part:
+        while (left := end - time.monotonic()) > 0:
+            if not select.select([way.fd], [], [], left)[0]:
+                return
             with contextlib.suppress(OSError):
-                way.take(part)
-                if (event := way.event(part)) is not None:
+                if way.take(part) and (event := way.event(part)) is not None:
                     way.answer(event, errno.EIO)
                     way.forget(event)
-                part[:4] = bytes(4)
+            part[:4] = bytes(4)
 
 
 def _answer_all(way: Gate, journal: int, error: int) -> None:

@@ -20,6 +20,7 @@ from dsec.layers.fetch import NodeLayers
 from dsec.layers.lazy import Kit, Loader
 from dsec.layers.manifest import CHUNK
 from dsec.layers.mounts import bitmap, open_layer
+from dsec.layers.remote import RemoteStore
 from dsec.layers.store import LayerStore
 from tests.layer_box import Box, Shared, readers
 
@@ -167,6 +168,30 @@ async def test_an_unreachable_store_means_eio_and_news_and_then_recovery_without
     assert "cannot be reached" in box.news(box.loaders[0], "trouble")["text"]
     assert box.read(fd, "f001") == box.files["f001"]
     box.server.gone = False
+    box.check(fd)
+
+
+async def test_a_store_that_is_not_there_when_the_worker_begins_is_found_later(box: Box, tmp_path: Path) -> None:
+    """A directory that is not mounted yet: EIO and news; when it is there all bytes are right, without a restart."""
+    place, away = box.shared.place / "remote", box.shared.place / "away"
+    box.node = NodeLayers(LayerStore(tmp_path / "other"), RemoteStore(str(place)), patience=0.5)
+    await box.node.ensure(["base"])
+    plan = await box.plan()
+    os.rename(place, away)
+    try:
+        fd = box.mount(plan)
+        with pytest.raises(OSError, match="Input/output"):
+            box.read(fd, "f001")
+        assert "cannot be served" in (await asyncio.to_thread(box.news, box.loaders[0], "trouble"))["text"]
+    finally:
+        os.rename(away, place)
+
+    def readable() -> bool:
+        with contextlib.suppress(OSError):
+            return box.read(fd, "f001") == box.files["f001"]
+        return False
+
+    await until(readable)
     box.check(fd)
 
 
