@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import gc
 import json
+import random
 import shutil
 import tempfile
 import time
@@ -90,13 +91,26 @@ class Driver:
             request = CreateRequest(
                 burst=burst, slice=number, specs=part.specs, items=part.items, inbox=self.inbox, deadline_ms=int(DEADLINE * 1000)
             )
-            end = time.perf_counter() + DEADLINE
-            while time.perf_counter() < end:  # as libdsec: again under the same id when nobody acknowledges
+            end, pause = time.perf_counter() + DEADLINE, 0.05
+            while True:  # as libdsec: again under the same id while nobody acknowledges
                 try:
                     await self.bus.call(subject, request, CreateAck, timeout=2.0, request_id=f"{burst}-{number}")
                     break
                 except DsecError as error:
-                    self.errors[f"asked again: {error.code}"] += 1
+                    self.errors[f"asked again: {error.code} {error.reason}"] += 1
+                if time.perf_counter() > end:
+                    self._refused(burst)
+                    break
+                await asyncio.sleep(pause * random.uniform(0.5, 1.0))
+                pause = min(2 * pause, 1.0)
+
+    def _refused(self, burst: str) -> None:
+        """Never acknowledged: its caller is told so."""
+        asked = self.open.pop(burst, None)
+        if asked is not None:
+            count = sum(owner is None and index not in asked.ledger.errors for index, owner in enumerate(asked.ledger.owner))
+            self.failed += count
+            self.errors["never acknowledged"] += count
 
     async def run(self, specs: list[SandboxSpec], rate: float, seconds: float) -> float:
         """Asks until the time is over; how far behind it fell at most, in seconds."""
@@ -181,7 +195,7 @@ async def run(options: Namespace) -> dict[str, object]:
         "lost": lost,
         "placed": driver.placed,
         "failed": driver.failed,
-        "errors": dict(driver.errors.most_common(3)),
+        "errors": dict(driver.errors.most_common(6)),
         "nodes_died": options.dying,
         "live_most": driver.live_most,
         "burst_ms_p50": harness.rounded(harness.percentile(times, 50)),

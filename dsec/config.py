@@ -49,6 +49,7 @@ class SchedulerConfig(Room, frozen=True):
     retry_max_ms: Annotated[int, Meta(ge=1, description="longest such pause")] = 2_000
     slice_bytes: Annotated[int, Meta(ge=4_096, le=900_000, description="largest batch sent to one Edge")] = 400_000
     remember_ms: Annotated[int, Meta(ge=1_000, description="how long a burst's slices are recognised as already taken")] = 600_000
+    pending_bytes: Annotated[int, Meta(ge=1 << 20, description="memory for what is being placed; beyond it creates are refused")] = 64 << 20
     remember_bytes: Annotated[int, Meta(ge=1 << 20, description="memory for settled slices; beyond it the oldest go")] = 128 << 20
 
 

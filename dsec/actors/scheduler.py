@@ -40,6 +40,7 @@ from dsec.model import SandboxSpec, new_ulid
 log = structlog.get_logger("dsec.scheduler")
 _spec = msgspec.msgpack.Decoder(SandboxSpec)
 SPEC_BYTES = 400_000  # of one spec: an answer that repeats parts of it still fits one message
+MOST_TASKS = 10_000  # batches on their way to Edges, above which no more is taken on; each takes some 6 KiB
 FAILED_AT_ONCE = 1_000  # failures in one message: with their texts they stay far below the server's limit
 TELL_AFTER, TELL_EVERY = 1.0, 5.0  # seconds without room after which a caller hears why, and hears it again
 
@@ -59,6 +60,7 @@ class Scheduler:
         self._heard: dict[str, float] = {}
         self._lost: frozenset[str] = frozenset()
         self._sweeper: asyncio.Task[None] | None = None
+        self._pending = 0  # bytes of slices that are not settled, about
 
     async def start(self) -> None:
         await self.bus.subscribe(subjects.heartbeat_all(self.bus.unit), Heartbeat, self._on_beat)
@@ -157,6 +159,9 @@ class Scheduler:
             if known.settled:
                 self._spawn(self._again(known))
             return CreateAck(scheduler=self.name, known=True)
+        if self._pending > self.config.pending_bytes or len(self._tasks) > MOST_TASKS:
+            # What waits longer than its deadline is placed for nobody: better to say so while the caller can wait or go elsewhere.
+            raise Busy("more is asked for than can be placed just now", reason="scheduler")
         loop = asyncio.get_running_loop()
         taken = self._slices[key] = Slice(
             request.burst,
@@ -190,6 +195,7 @@ class Scheduler:
         """Place what waits, until all of the slice is accepted or has failed."""
         loop = asyncio.get_running_loop()
         wake = self._wakes[s] = asyncio.Event()
+        self._pending += s.size
         try:
             while True:
                 wake.clear()
@@ -217,6 +223,7 @@ class Scheduler:
                     s.attempt += 1
                     await asyncio.sleep(max(0.0, min(pause, s.deadline - loop.time())) if s.attempt > 1 else 0)
         finally:
+            self._pending -= s.size
             del self._wakes[s]
 
     def _place(self, s: Slice, wake: asyncio.Event) -> None:
