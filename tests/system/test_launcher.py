@@ -10,6 +10,7 @@ import os
 import signal
 import socket
 import struct
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -339,7 +340,7 @@ async def test_a_sandbox_is_born_in_its_v2_group(backend: Any, yard: Yard, edge_
     try:
         pid = (await spawn(backend, plan, order(backend, plan, group2=f"/proc/{os.getpid()}/root{group}")))["pid"]
         assert (group / "cgroup.procs").read_text().split() == [str(pid)]
-        assert "0::/\n" in await asyncio.to_thread(_inside, pid, "/proc/self/cgroup")
+        assert "0::/\n" in await asyncio.to_thread(_inside, pid)
         await backend.site.holder.request("kill", ulid=plan.ulid)
         for _ in range(500):
             if not (group / "cgroup.procs").read_text():
@@ -350,18 +351,20 @@ async def test_a_sandbox_is_born_in_its_v2_group(backend: Any, yard: Yard, edge_
     await backend.reap(frozenset())
 
 
-def _inside(pid: int, path: str) -> str:
-    """A file as a process in the cgroup namespace of ``pid`` reads it."""
-    read, write = os.pipe()
-    child = os.fork()
-    if child == 0:
-        syscalls.setns(os.open(f"/proc/{pid}/ns/cgroup", os.O_RDONLY), 0x2000000)
-        os.write(write, Path(f"/proc/{pid}/cgroup").read_bytes())
-        os._exit(0)
-    os.close(write)
-    os.waitpid(child, 0)
-    with os.fdopen(read) as file:
-        return file.read()
+def _inside(pid: int) -> str:
+    """The groups of ``pid`` as its own cgroup namespace shows them: read by a thread that joins it and ends."""
+    found: list[str] = []
+
+    def look() -> None:
+        namespace = os.open(f"/proc/{pid}/ns/cgroup", os.O_RDONLY)
+        syscalls.setns(namespace, syscalls.CLONE_NEWCGROUP)
+        os.close(namespace)
+        found.append(Path(f"/proc/{pid}/cgroup").read_text())
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    thread.join()
+    return found[0]
 
 
 def test_tags_are_the_headers() -> None:
