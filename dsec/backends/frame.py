@@ -7,6 +7,7 @@ put into a frame it refuses too.
 from __future__ import annotations
 
 import enum
+import functools
 import resource
 import struct
 from collections.abc import Iterable, Sequence
@@ -31,13 +32,13 @@ CLONE_NEWNET = 0x40000000
 NAMESPACES = CLONE_NEWNS | CLONE_NEWCGROUP | CLONE_NEWUTS | CLONE_NEWIPC | CLONE_NEWPID | CLONE_NEWNET
 
 NODES = ("null", "zero", "full", "random", "urandom", "tty")
-LINKS = (
-    ("/proc/self/fd", "/dev/fd"),
-    ("/proc/self/fd/0", "/dev/stdin"),
-    ("/proc/self/fd/1", "/dev/stdout"),
-    ("/proc/self/fd/2", "/dev/stderr"),
-    ("pts/ptmx", "/dev/ptmx"),
-    ("/proc/kcore", "/dev/core"),
+LINKS = (  # pairs: what it says, where it is
+    *("/proc/self/fd", "/dev/fd"),
+    *("/proc/self/fd/0", "/dev/stdin"),
+    *("/proc/self/fd/1", "/dev/stdout"),
+    *("/proc/self/fd/2", "/dev/stderr"),
+    *("pts/ptmx", "/dev/ptmx"),
+    *("/proc/kcore", "/dev/core"),
 )
 _FLAGS = {
     "ro": 0x1,
@@ -111,11 +112,11 @@ def render(
         (Tag.HOSTNAME, _texts("hostname", [plan.hostname])),
         (Tag.ARGV, _texts("argv", args)),
         (Tag.ENV, _texts("env", [f"{name}={value}" for name, value in plan.env.items()])),
-        *((Tag.MOUNT, _mount(mount, base)) for mount in plan.mounts),
-        (Tag.NODES, _texts("nodes", NODES)),
-        (Tag.LINKS, _texts("links", [text for pair in LINKS for text in pair])),
-        (Tag.MASKED, _texts("masked", plan.masked)),
-        (Tag.READONLY, _texts("readonly", plan.readonly)),
+        *((Tag.MOUNT, _mount(mount, base if mount.fstype == "devpts" else 0)) for mount in plan.mounts),
+        (Tag.NODES, _same("nodes", NODES)),
+        (Tag.LINKS, _same("links", LINKS)),
+        (Tag.MASKED, _same("masked", plan.masked)),
+        (Tag.READONLY, _same("readonly", plan.readonly)),
         (Tag.RLIMIT, struct.pack("=IIQQ", resource.RLIMIT_NOFILE, 0, *nofile)),
         (Tag.RLIMIT, struct.pack("=IIQQ", resource.RLIMIT_CORE, 0, 0, 0)),
         (Tag.CAPS, struct.pack("=Q", capability_set(plan.capabilities))),
@@ -142,7 +143,8 @@ def pack(sections: Iterable[tuple[int, bytes]]) -> bytes:
     return b"".join((HEAD.pack(MAGIC, VERSION, len(parts) // 2, size, 0), *parts))
 
 
-def capability_set(names: Iterable[str]) -> int:
+@functools.lru_cache(64)
+def capability_set(names: tuple[str, ...]) -> int:
     """Bits of capabilities by their names (``CAP_KILL``). Raises `Unsupported` for one that is not known."""
     bits = 0
     for name in names:
@@ -165,6 +167,12 @@ def _texts(field: str, texts: Iterable[str]) -> bytes:
     return b"".join(text + b"\0" for text in encoded)
 
 
+@functools.lru_cache(64)
+def _same(field: str, texts: tuple[str, ...]) -> bytes:
+    """`_texts` of what is the same in most plans."""
+    return _texts(field, texts)
+
+
 def _upper(plan: LaunchPlan, owned_by: int) -> bytes:
     if plan.disk_mode == "tmpfs":
         return struct.pack("=II", UPPER_TMPFS, owned_by) + _texts("upper", [str(plan.resources.disk), str(plan.resources.inodes), ""])
@@ -172,6 +180,7 @@ def _upper(plan: LaunchPlan, owned_by: int) -> bytes:
     return struct.pack("=II", kind, owned_by) + _texts("upper", ["", "", upper_path(plan)])
 
 
+@functools.lru_cache(1024)
 def _mount(mount: Mount, base: int) -> bytes:
     """``gid=`` of a devpts is an id inside; its mounter stands outside."""
     flags, data = 0, []

@@ -89,4 +89,4 @@ def test_what_cannot_be_said_is_refused() -> None:
 
 def test_capabilities_have_the_kernels_numbers() -> None:
     """The first, one in the middle and the last."""
-    assert frame.capability_set(["CAP_CHOWN", "CAP_SYS_ADMIN", "CAP_CHECKPOINT_RESTORE"]) == 1 | 1 << 21 | 1 << 40
+    assert frame.capability_set(("CAP_CHOWN", "CAP_SYS_ADMIN", "CAP_CHECKPOINT_RESTORE")) == 1 | 1 << 21 | 1 << 40
