@@ -19,6 +19,7 @@ from pathlib import Path
 
 from dsec import doctor_probes as probes
 from dsec import syscalls
+from dsec.backends import criu
 from dsec.backends.disk import Disks
 from dsec.backends.plan import DISK_MODES
 from dsec.config import NetworkConfig, load
@@ -383,12 +384,9 @@ def _docker() -> Answer:
     return "ok", f"Engine {version}, runtime {runtimes['dsec']}"
 
 
-@_check("criu", "nothing yet: no snapshots are made", "install criu >= 4")
+@_check("criu", 'checkpoints and forks keep files, not processes: kind="memory" is refused')
 def _criu() -> Answer:
-    path, version = probes.version_of("criu")
-    if not path:
-        return "missing", "not installed"
-    return ("ok" if probes.at_least(version, 4) else "missing"), f"{version or 'unknown version'} at {path}"
+    return criu.look()
 
 
 @_check(

@@ -185,6 +185,27 @@ class SandboxSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     ttl_ms: int = 0  # absolute life; 0 = none
     exec_timeout_ms: int = 600_000  # default time-out of an exec; 0 = none
     best_effort: bool = False  # accept a node that cannot enforce all of it (it is named in the sandbox's info)
+    checkpoint: str = ""  # id of the checkpoint that it begins from: its layers, and not what image, workspaces and toolkits mean now
+
+
+class Checkpoint(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A state of a sandbox from which others begin. Its id is shaped as a sandbox's, and names the node that keeps it."""
+
+    id: str
+    kind: str = "disk"  # its files. "memory" (processes as well) is refused so far
+    name: str = ""  # for people
+    sandbox: str  # that it was taken of
+    parent: str = ""  # the checkpoint that its sandbox had begun from
+    project: str
+    principal: str
+    spec: SandboxSpec  # of the sandbox when it was taken
+    layers: tuple[LayerRef, ...] = ()  # topmost first: what the sandbox had changed, then what it stood on
+    size: int = 0  # bytes of the topmost: what this checkpoint takes on disk; the others are shared
+    entries: int = 0
+    frozen_ms: float = 0.0  # how long the sandbox stood still
+    created_ts: float = 0.0
+    kept: bool = True  # False: it goes when no sandbox and no kept checkpoint stands on it
+    until_ts: float = 0.0  # one that is not kept does not go before this wall-clock time
 
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -232,6 +253,7 @@ class SandboxInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     addresses: tuple[str, ...] = ()  # its own, with network="open"; nobody reaches it there
     lease: str = ""
     paused: Paused | None = None  # of one that is paused: what that gave back
+    checkpoint: str = ""  # that it began from
 
 
 class Stat(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -15,9 +15,23 @@ from dsec.errors import (
     Unavailable,
     Unsupported,
 )
-from dsec.model import Command, Exit, ExitReason, ImageConfig, LayerRef, PackedLayer, Paused, SandboxInfo, SandboxSpec, Stat, State
+from dsec.model import (
+    Checkpoint,
+    Command,
+    Exit,
+    ExitReason,
+    ImageConfig,
+    LayerRef,
+    PackedLayer,
+    Paused,
+    SandboxInfo,
+    SandboxSpec,
+    Stat,
+    State,
+)
 from libdsec import blocking
 from libdsec.burst import Burst
+from libdsec.checkpoint import Restored
 from libdsec.client import Client, connect
 from libdsec.files import Files
 from libdsec.forward import Address, Connection, Forward
@@ -33,6 +47,7 @@ __all__ = [
     "Burst",
     "BurstError",
     "Busy",
+    "Checkpoint",
     "Client",
     "Command",
     "Conflict",
@@ -59,6 +74,7 @@ __all__ = [
     "PackedLayer",
     "Paused",
     "Process",
+    "Restored",
     "Sandbox",
     "SandboxError",
     "SandboxGone",

@@ -19,10 +19,11 @@ from typing import Any, Literal, Self, TypeVar, Unpack
 
 import libdsec.client as aio
 from dsec.bus.messages import ClusterView, Event
-from dsec.errors import InvalidRequest
-from dsec.model import Exit, OpStatus, PackedLayer, Paused, SandboxInfo, SandboxSpec, Stat
+from dsec.errors import DsecError, InvalidRequest
+from dsec.model import Checkpoint, Exit, OpStatus, PackedLayer, Paused, SandboxInfo, SandboxSpec, Stat
 from libdsec import names
 from libdsec.burst import Burst as AioBurst
+from libdsec.checkpoint import Restored as AioRestored
 from libdsec.files import Files as AioFiles
 from libdsec.forward import Address, Forward
 from libdsec.names import Named
@@ -192,6 +193,15 @@ class Client(Named):
         made = self._run(self._client.create_many(specs, n, min_ready=min_ready, timeout=timeout, **options))
         return [Sandbox(self._running(), sandbox) for sandbox in made]
 
+    def restore(self, checkpoint: Checkpoint | str, n: int = 1, **options: Any) -> Restored:
+        return Restored(self._running(), self._run(self._client.restore(checkpoint, n, **options)))
+
+    def checkpoints(self, ids: Iterable[str] = ()) -> builtins.list[Checkpoint]:
+        return self._run(self._client.checkpoints(ids))
+
+    def drop_checkpoints(self, ids: Iterable[str]) -> Outcomes:
+        return self._run(self._client.drop_checkpoints(ids))
+
     def attach(self, sandbox_id: str) -> Sandbox:
         return Sandbox(self._running(), self._run(self._client.attach(sandbox_id)))
 
@@ -320,6 +330,12 @@ class Sandbox(Named):
     def resume(self) -> None:
         self._loop.run(self._sandbox.resume())
 
+    def checkpoint(self, name: str = "", **options: Any) -> Checkpoint:
+        return self._loop.run(self._sandbox.checkpoint(name, **options))
+
+    def fork(self, n: int = 1, **options: Any) -> Restored:
+        return Restored(self._loop, self._loop.run(self._sandbox.fork(n, **options)))
+
     def pack_diff(self, name: str = "", **options: Any) -> PackedLayer:
         return self._loop.run(self._sandbox.pack_diff(name, **options))
 
@@ -328,6 +344,38 @@ class Sandbox(Named):
 
     def wait(self, timeout: float | None = None) -> Exit:
         return self._loop.run(self._sandbox.wait(timeout))
+
+
+class Restored:
+    """As `libdsec.checkpoint.Restored`; a context manager without ``async``."""
+
+    def __init__(self, loop: Loop, restored: AioRestored) -> None:
+        self._loop = loop
+        self._restored = restored
+        self.checkpoint = restored.checkpoint
+        self.results: list[Sandbox | DsecError] = [
+            each if isinstance(each, DsecError) else Sandbox(loop, each) for each in restored.results
+        ]
+
+    @property
+    def sandboxes(self) -> list[Sandbox]:
+        return [each for each in self.results if not isinstance(each, DsecError)]
+
+    @property
+    def failed(self) -> list[tuple[int, DsecError]]:
+        return self._restored.failed
+
+    def __iter__(self) -> Iterator[Sandbox]:
+        return iter(self.sandboxes)
+
+    def __len__(self) -> int:
+        return len(self._restored)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._loop.run(self._restored.__aexit__(kind, error, trace))
 
 
 class Process:

@@ -7,17 +7,17 @@ import os
 import socket
 from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Literal, NoReturn, Self, Unpack
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self, Unpack
 
 from dsec.bus.messages import ClusterView, Event, Lease
 from dsec.bus.subjects import Caller
 from dsec.bus.transport import Msg, Subscription
 from dsec.errors import DsecError, InvalidRequest, Unavailable
-from dsec.model import SandboxId, SandboxSpec, State, check_project, new_ulid
+from dsec.model import Checkpoint, SandboxId, SandboxSpec, State, check_project, new_ulid
 from libdsec import names
 from libdsec.burst import Burst, Gathering, create_one
 from libdsec.lease import LeaseKeeper
-from libdsec.many import Many, gone
+from libdsec.many import Many, Outcomes, gone
 from libdsec.names import Named
 from libdsec.plan import expand
 from libdsec.sandbox import Sandbox
@@ -25,6 +25,10 @@ from libdsec.spec import Options, labels_map, milliseconds, spec, text, wrong
 from libdsec.wire import Wire
 
 Handles = list[Sandbox]  # a method is called `list`
+Checkpoints = list[Checkpoint]
+
+if TYPE_CHECKING:
+    from libdsec.checkpoint import Restored
 
 URL_VARIABLE, PROJECT_VARIABLE = "DSEC_URL", "DSEC_PROJECT"
 DEFAULT_URL = "nats://127.0.0.1:4222"
@@ -231,6 +235,40 @@ class Client(Many, Named):
         if seconds <= 0:
             raise wrong("is out of range", "deadline", deadline, "use a number of seconds above 0")
         return Burst(self, expanded, least, seconds, keep_partial)
+
+    async def restore(
+        self,
+        checkpoint: Checkpoint | str,
+        n: int = 1,
+        *,
+        labels: Mapping[str, str] | None = None,
+        min_ready: int = 1,
+        timeout: float = 120.0,
+    ) -> Restored:
+        """``n`` sandboxes that begin from a checkpoint, on the node that keeps it: what became of each (`Restored.results`).
+
+        They have the spec that the sandbox had, with ``labels`` besides, and begin as any sandbox does: with an id, host name and addresses
+        of their own and no process. They are this client's like those of `burst`, unless the spec says ``on_client_loss="keep"``.
+
+        Raises: `NotFound`; when fewer than ``min_ready`` are ready after ``timeout`` seconds `BurstError`, or the one's own error where
+        ``n`` is 1, and then none is left.
+        """
+        from libdsec.checkpoint import restore
+
+        self._wire.guard()
+        return await restore(self, checkpoint, n, labels, min_ready, timeout)
+
+    async def checkpoints(self, ids: Iterable[str] = ()) -> Checkpoints:
+        """Those of this project on all nodes, oldest first; with ``ids`` only these, as far as they are there."""
+        from libdsec.checkpoint import find
+
+        return await find(self, ids)
+
+    async def drop_checkpoints(self, ids: Iterable[str]) -> Outcomes:
+        """Let go of checkpoints; what became of each. Their files go when no sandbox and no kept checkpoint stands on them any more."""
+        from libdsec.checkpoint import drop
+
+        return await drop(self, ids)
 
     async def attach(self, sandbox_id: str) -> Sandbox:
         """A handle to a sandbox that exists. Raises `NotFound`, or `SandboxGone` with the reason of its end."""

@@ -51,6 +51,9 @@ SANDBOX = {
     "snapshot_filesystem": "sandbox.pack_diff(name)",
     "commit": "sandbox.pack_diff(name)",
     "unpause": "sandbox.resume()",
+    "snapshot": "sandbox.checkpoint(name)",
+    "branch": "sandbox.fork(n)",
+    "clone": "sandbox.fork(n)",
 }
 FILES = {
     "make_dir": "files.mkdir(path)",

@@ -30,7 +30,20 @@ from dsec.bus.messages import (
     StopRequest,
 )
 from dsec.errors import Busy, DeadlineExceeded, DsecError, InvalidRequest, NotFound, SandboxGone, Unavailable
-from dsec.model import Command, ExecSpec, Exit, ImageConfig, LayerRef, OpStatus, PackedLayer, Paused, SandboxId, SandboxInfo, State
+from dsec.model import (
+    Checkpoint,
+    Command,
+    ExecSpec,
+    Exit,
+    ImageConfig,
+    LayerRef,
+    OpStatus,
+    PackedLayer,
+    Paused,
+    SandboxId,
+    SandboxInfo,
+    State,
+)
 from libdsec import names
 from libdsec.files import Files
 from libdsec.names import Named
@@ -40,6 +53,7 @@ from libdsec.spec import exec_spec, layer_name, milliseconds, size, text, user_n
 from libdsec.wire import FIRST_PAUSE, LONGEST_PAUSE, is_silence, unanswered
 
 if TYPE_CHECKING:
+    from libdsec.checkpoint import Restored
     from libdsec.client import Client
     from libdsec.forward import Connection, Forward
     from libdsec.process import Process
@@ -304,6 +318,39 @@ class Sandbox(Named):
         limit = milliseconds(timeout, "timeout") / 1000
         # Repeated under the same op: an Edge that died took the first request along.
         return (await self._request("pack_diff", request, PackReply, timeout=limit, each=5.0)).layer
+
+    async def checkpoint(self, name: str = "", *, kind: str = "disk", max_bytes: int | str = "16GiB", timeout: float = 600.0) -> Checkpoint:
+        """Keep the state that it has now: ``await client.restore(checkpoint, 4)`` makes sandboxes that begin from it.
+
+        Its files are kept as they are at one moment: it stands still while they are read (``frozen_ms``); a paused one stays paused. It is
+        kept on its node until `Client.drop_checkpoints`, and beyond that while a sandbox or a later checkpoint stands on it.
+
+        Args:
+            name: for people; it need not be the only one of that name.
+            kind: "disk": all files, /tmp and /run too, without /dev/shm. "memory" (processes as well) is refused so far, with the reason.
+            max_bytes: more than these in changed files are refused. timeout: seconds.
+
+        Raises: as `pack_diff`. In all cases but `SandboxGone` it runs on.
+        """
+        from libdsec.checkpoint import capture
+
+        return await capture(self, name, kind, max_bytes, timeout)
+
+    async def fork(
+        self,
+        n: int = 1,
+        *,
+        kind: str = "disk",
+        labels: Mapping[str, str] | None = None,
+        min_ready: int = 1,
+        max_bytes: int | str = "16GiB",
+        timeout: float = 600.0,
+    ) -> Restored:
+        """Capture once, and make ``n`` sandboxes that begin from it; this one goes on. Arguments and errors of `checkpoint` and
+        `Client.restore`. The capture goes when the last of them has ended."""
+        from libdsec.checkpoint import fork
+
+        return await fork(self, n, kind, labels, min_ready, max_bytes, timeout)
 
     async def pause(self) -> Paused:
         """Freeze it and send its memory to its node's swap; what that gave back. It then holds no reservation. Idempotent.

@@ -234,6 +234,8 @@ def refusal_error(refused_by: str, final: bool, spec: msgspec.Raw | None = None)
     if final:
         field, fix = f"resources.{refused_by}", "ask for less; `dsec node ls` shows what there is"
         return InvalidRequest("more than any node has", field=field, value=asked(spec, field), reason=refused_by, fix=fix)
+    if refused_by == "checkpoint":
+        return Unavailable("the node that keeps the checkpoint is away", reason="checkpoint", fix="see `dsec node ls`")
     return Busy(f"no node has room now: {refused_by}", reason=refused_by, fix="wait, ask for less or add nodes")
 
 

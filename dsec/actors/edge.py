@@ -19,6 +19,7 @@ import msgspec
 import structlog
 
 from dsec.actors import capacity, leases
+from dsec.actors.checkpoints import Checkpoints
 from dsec.actors.commands import Commands
 from dsec.actors.host import Host
 from dsec.actors.intake import STARTING, Intake, demand_of
@@ -70,6 +71,7 @@ class Edge:
         self.stopping = self.over = False
         self.intake = Intake(self)
         self.commands = Commands(store, self.emit, self.spawn)
+        self.checkpoints = Checkpoints(self)
         host.layer_told = self.layer_news
         if host.puller is not None:
             host.puller.told = self.image_news
@@ -89,6 +91,7 @@ class Edge:
         self.spawn(self._measure_lag())
         await self._adopt(list(records), fenced)
         await self.commands.recover(self.sandboxes.get)
+        await self.checkpoints.recover()
         self.adopting = False
         gc.collect()
         gc.freeze()  # adopted sandboxes live long: later collections need not walk them
@@ -319,6 +322,7 @@ class Edge:
                 if (sandbox := self.sandboxes.get(ulid)) is not None:
                     sandbox.feed(On.LEASE, Exit(reason=ExitReason.LEASE, detail="no lease ever named it"))
             await self.commands.flush()
+            self.checkpoints.sweep_soon()
             await self._forget_ended(time.time() - self.config.stopped_retention_ms / 1000)
 
     def _look_at_clocks(self, now: float) -> None:

@@ -21,12 +21,14 @@ from dsec.config import Config, PauseConfig
 from dsec.errors import Busy, InvalidRequest, NotFound, Unsupported
 from dsec.layers import stack
 from dsec.layers.fetch import NodeLayers
+from dsec.layers.forget import forget
 from dsec.layers.pull import Puller
 from dsec.layers.store import LayerConfig, LayerStore
 from dsec.model import LayerRef, SandboxId, SandboxSpec
 
 if TYPE_CHECKING:
     from dsec.backends.container import ContainerBackend
+    from dsec.backends.fake import FakeBackend
 
 log = structlog.get_logger("dsec.host")
 PULL_PATIENCE = 1.0  # seconds that a create waits for a pull before it says that it goes on
@@ -42,7 +44,8 @@ class Resolved(msgspec.Struct, frozen=True):
 class Planner(Protocol):
     """A backend with what planning needs."""
 
-    backend: Backend
+    @property
+    def backend(self) -> Backend: ...
 
     @property
     def node(self) -> Node:
@@ -53,11 +56,23 @@ class Planner(Protocol):
         """Raises `NotFound` for a layer that this node does not have, `InvalidRequest` for what cannot be a layer."""
         ...
 
+    async def stand(self, spec: SandboxSpec, refs: tuple[LayerRef, ...]) -> Resolved:
+        """As `resolve`, on these layers whatever the spec's names mean now."""
+        ...
+
+    async def named(self, prefix: str) -> tuple[str, ...]:
+        """Names of this node's layers that begin so."""
+        ...
+
+    async def forget(self, name: str) -> bool:
+        """Take a layer's name away, and free the layer unless somebody wants it under another; False while it is mounted somewhere."""
+        ...
+
 
 class FakePlanner:
     """The fake backend needs no layers: any name resolves, except those that begin with ``missing``."""
 
-    def __init__(self, backend: Backend, node: Node) -> None:
+    def __init__(self, backend: FakeBackend, node: Node) -> None:
         self.backend = backend
         self.node = node
 
@@ -68,6 +83,16 @@ class FakePlanner:
                 raise NotFound("no such layer", field=field, value=name, fix="the fake backend has every other name")
             refs.append(LayerRef(name=name, digest="sha256:" + hashlib.sha256(name.encode()).hexdigest()))
         return Resolved(tuple(refs))
+
+    async def stand(self, spec: SandboxSpec, refs: tuple[LayerRef, ...]) -> Resolved:  # noqa: ARG002
+        return Resolved(refs)
+
+    async def named(self, prefix: str) -> tuple[str, ...]:
+        return tuple(name for name in self.backend.world.names if name.startswith(prefix))
+
+    async def forget(self, name: str) -> bool:
+        self.backend.world.forget(name)
+        return True
 
 
 class LayerPlanner:
@@ -91,7 +116,24 @@ class LayerPlanner:
             await self._container.settle_network()
         await self.layers.ensure(name for _, _, name in stack.names(spec))
         await self._image(spec.image)
-        refs = await self._whole(stack.build(spec, self.layers.lookup).lowers)
+        return await self._known(await self._whole(stack.build(spec, self.layers.lookup).lowers))
+
+    async def stand(self, spec: SandboxSpec, refs: tuple[LayerRef, ...]) -> Resolved:
+        if spec.network.mode == "open":
+            await self._container.settle_network()
+        if len(refs) > stack.MAX_LOWERS:
+            fix = "begin anew from files that were copied out, or pack them as one layer"
+            raise InvalidRequest(f"the kernel stacks at most {stack.MAX_LOWERS} layers", field="checkpoint", value=len(refs), fix=fix)
+        await self.layers.ensure(ref.digest for ref in refs)
+        return await self._known(refs)
+
+    async def named(self, prefix: str) -> tuple[str, ...]:
+        return tuple(name for info in await self.layers.store.list() for name in info.names if name.startswith(prefix))
+
+    async def forget(self, name: str) -> bool:
+        return await forget(self.layers.store, name, self._container.drop_layer)
+
+    async def _known(self, refs: tuple[LayerRef, ...]) -> Resolved:
         for ref in refs:
             if ref.digest not in self._configs:
                 self._configs[ref.digest] = await self.layers.config(ref.digest)

@@ -93,7 +93,7 @@ class Intake:
         for number in {item.spec for item in fresh}:
             if not 0 <= number < len(request.specs):
                 raise NotFound("names a spec that the batch does not have", field="items.spec", value=number)
-            resolved[number] = await self._resolve(request.specs[number])
+            resolved[number] = await self._resolve(request.specs[number], request.principal, request.project)
         stored: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         try:
             for done, item in enumerate(fresh):
@@ -126,10 +126,12 @@ class Intake:
         accepted = [sandbox.record.index for sandbox in new] + [index for index, _ in known]
         return LaunchReply(edge=edge.name, accepted=tuple(accepted), refused=tuple(refused), load=edge.load())
 
-    async def _resolve(self, spec: SandboxSpec) -> Resolved | DsecError:
+    async def _resolve(self, spec: SandboxSpec, principal: str, project: str) -> Resolved | DsecError:
         edge = self.edge
         try:
             check_policies(spec)
+            if spec.checkpoint:
+                return await edge.checkpoints.resolve(spec, principal, project)
             return await edge.host.planner(spec).resolve(spec)
         except DsecError as error:
             return error

@@ -17,18 +17,21 @@ from collections.abc import Container, Iterable, Sequence
 import msgspec
 
 from dsec.bus.messages import CreateItem, Heartbeat, NodeLoad
-from dsec.model import SandboxSpec
+from dsec.errors import InvalidRequest
+from dsec.model import SandboxId, SandboxSpec
 
 # Filters in the order in which they are asked; those above the line can only change when nodes come or change.
 STATIC = ("backend", "arch", "devices", "labels")
 CAPACITY = ("memory", "cpus", "pids", "slots")
+# backend, arch, devices, labels, isolation, and the node that keeps the checkpoint
+Kind = tuple[str, str, tuple[str, ...], tuple[tuple[str, str], ...], str, str]
 UNANSWERED_BEATS = 10  # heartbeats after which a batch without an answer is not counted any more
 
 
 class Requirement(msgspec.Struct, frozen=True):
     """What placement must know of a spec. Specs with equal ``kind`` share the result of the filters."""
 
-    kind: tuple[str, str, tuple[str, ...], tuple[tuple[str, str], ...], str]
+    kind: Kind
     need: tuple[int, int]  # memory on a node whose uppers are (0) on a disk, (1) on tmpfs
     cpus: float
     pids: int
@@ -39,11 +42,21 @@ def requirement(spec: SandboxSpec) -> Requirement:
     mode = spec.disk_mode
     with_upper = r.memory + r.disk
     return Requirement(
-        kind=(spec.backend, spec.arch, spec.devices, tuple(sorted(spec.node_labels.items())), spec.isolation),
+        kind=(spec.backend, spec.arch, spec.devices, tuple(sorted(spec.node_labels.items())), spec.isolation, home_of(spec)),
         need=(with_upper if mode == "tmpfs" else r.memory, with_upper if mode in ("tmpfs", "auto") else r.memory),
         cpus=r.cpus,
         pids=r.pids,
     )
+
+
+def home_of(spec: SandboxSpec) -> str:
+    """The node that keeps the checkpoint from which the sandbox begins. Raises `InvalidRequest`."""
+    if not spec.checkpoint:
+        return ""
+    try:
+        return SandboxId.parse(spec.checkpoint).edge
+    except InvalidRequest:
+        raise InvalidRequest("not a checkpoint's id", field="checkpoint", value=spec.checkpoint, fix="see `dsec tree`") from None
 
 
 class Unplaced(msgspec.Struct, frozen=True):
@@ -183,18 +196,20 @@ class Picture:
             self._score.append(used + 0.01 * told.starting / max(1, told.starting_max))
 
     # ------------------------------------------------------------------ filters
-    def _filter(self, kind: tuple[str, str, tuple[str, ...], tuple[tuple[str, str], ...], str], principal: str) -> tuple[list[int], str]:
+    def _filter(self, kind: Kind, principal: str) -> tuple[list[int], str]:
         """Nodes that may take this kind for this principal, and the filter that took the last one away."""
-        backend, arch, devices, labels, isolation = kind
+        backend, arch, devices, labels, isolation, home = kind
         left = list(range(len(self._list)))
         if not left:
             return [], "nodes"
-        for name in ("backend", "arch", "devices", "labels", "draining", "refused", "isolation"):
+        for name in ("checkpoint", "backend", "arch", "devices", "labels", "draining", "refused", "isolation"):
             kept = []
             for at in left:
                 node = self._list[at]
                 beat = node.beat
-                if name == "backend":
+                if name == "checkpoint":
+                    ok = home in ("", beat.edge)
+                elif name == "backend":
                     ok = backend in beat.backends
                 elif name == "arch":
                     ok = not arch or arch == beat.arch
@@ -233,7 +248,7 @@ class Picture:
         placed: list[list[tuple[int, int]]] = [[] for _ in self._list]
         unplaced: list[Unplaced] = []
         used: dict[int, list[float]] = {}
-        by_kind: dict[tuple[str, str, tuple[str, ...], tuple[tuple[str, str], ...], str], list[CreateItem]] = {}
+        by_kind: dict[Kind, list[CreateItem]] = {}
         for item in items:
             by_kind.setdefault(needs[item.spec].kind, []).append(item)
         for kind, runs in by_kind.items():

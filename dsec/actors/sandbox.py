@@ -469,6 +469,7 @@ class Sandbox:
             addresses=addresses(self.plan),
             lease=record.lease,
             paused=record.paused if self.state is State.PAUSED else None,
+            checkpoint=spec.checkpoint,
         )
 
 
@@ -498,4 +499,5 @@ def ended(record: Record, edge: str) -> SandboxInfo:
         resources=spec.resources,
         exit=record.exit or Exit(reason=ExitReason.BROKEN),
         lease=record.lease,
+        checkpoint=spec.checkpoint,
     )

@@ -47,6 +47,7 @@ MIGRATIONS: tuple[tuple[str, ...], ...] = (
         "CREATE INDEX command_open ON command (ulid) WHERE step != '' AND done = 0",
         "CREATE TRIGGER command_forgotten AFTER DELETE ON sandbox BEGIN DELETE FROM command WHERE ulid = old.ulid; END",
     ),
+    ("CREATE TABLE checkpoint (ulid TEXT PRIMARY KEY, entry BLOB NOT NULL) WITHOUT ROWID",),
 )
 
 
@@ -131,6 +132,14 @@ class Store(Protocol):
         """Of every sandbox, those with a step whose result is not known yet."""
         ...
 
+    async def put_checkpoint(self, ulid: str, entry: bytes) -> None:
+        """Insert or replace; ``entry`` is msgpack, opaque here (dsec/actors/checkpoints.py)."""
+        ...
+
+    async def drop_checkpoints(self, ulids: Sequence[str]) -> None: ...
+
+    async def checkpoints(self) -> dict[str, bytes]: ...
+
     async def close(self) -> None: ...
 
 
@@ -202,6 +211,15 @@ class SqliteStore:
     async def open_steps(self) -> list[CommandRow]:
         found = await self._read(f"{_COMMANDS} WHERE step != '' AND done = 0 ORDER BY ulid, seq")
         return [CommandRow(ulid=row[0], seq=row[1], step=row[2], entry=row[4]) for row in found]
+
+    async def put_checkpoint(self, ulid: str, entry: bytes) -> None:
+        await self._do("INSERT OR REPLACE INTO checkpoint (ulid, entry) VALUES (?, ?)", [(ulid, entry)])
+
+    async def drop_checkpoints(self, ulids: Sequence[str]) -> None:
+        await self._do("DELETE FROM checkpoint WHERE ulid = ?", [(ulid,) for ulid in ulids])
+
+    async def checkpoints(self) -> dict[str, bytes]:
+        return {row[0]: bytes(row[1]) for row in await self._read("SELECT ulid, entry FROM checkpoint")}
 
     async def _read(self, sql: str, *args: object) -> list[tuple[Any, ...]]:
         """On a connection of its own: a reader waits for no writer (WAL)."""
@@ -347,6 +365,7 @@ class MemoryStore:
     def __init__(self) -> None:
         self.records: dict[str, Record] = {}
         self._commands: dict[tuple[str, int], CommandRow] = {}
+        self._checkpoints: dict[str, bytes] = {}
         self.incarnation = f"{uuid.uuid4().hex}.1"
 
     async def open(self) -> list[Record]:
@@ -392,6 +411,16 @@ class MemoryStore:
 
     async def open_steps(self) -> list[CommandRow]:
         return [row for _, row in sorted(self._commands.items()) if row.step and not row.done]
+
+    async def put_checkpoint(self, ulid: str, entry: bytes) -> None:
+        self._checkpoints[ulid] = entry
+
+    async def drop_checkpoints(self, ulids: Sequence[str]) -> None:
+        for ulid in ulids:
+            self._checkpoints.pop(ulid, None)
+
+    async def checkpoints(self) -> dict[str, bytes]:
+        return dict(self._checkpoints)
 
     async def prune(self, ulids: Sequence[str]) -> None:
         for ulid in ulids:

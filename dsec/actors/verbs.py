@@ -23,6 +23,10 @@ from dsec.bus import subjects
 from dsec.bus.actor import Context, Route, Verb
 from dsec.bus.messages import (
     CancelRequest,
+    CheckpointReply,
+    CheckpointRequest,
+    CheckpointSelector,
+    CheckpointsReply,
     CommandsReply,
     CommandsRequest,
     CreditRequest,
@@ -56,9 +60,10 @@ from dsec.bus.messages import (
 )
 from dsec.bus.subjects import Caller
 from dsec.errors import DsecError, InvalidRequest, NotFound, SandboxGone, to_body
-from dsec.model import ExecSpec, Exit, ExitReason, FileReply, FileRequest, Paused, SandboxInfo, State
+from dsec.model import Checkpoint, ExecSpec, Exit, ExitReason, FileReply, FileRequest, Paused, SandboxInfo, State
 
 LIST_BYTES = 600_000  # of one ListReply, estimated
+Rows = list[Checkpoint]  # a method is called `list`
 LIST_ROUND = 128  # rows between two looks of the loop at others
 
 
@@ -86,6 +91,7 @@ class Verbs:
             ("pause", Empty, PauseReply, self.pause),
             ("resume", Empty, Empty, self.resume),
             ("pack_diff", PackRequest, PackReply, self.pack_diff),
+            ("checkpoint", CheckpointRequest, CheckpointReply, self.checkpoint),
             ("stop", StopRequest, Empty, self.stop),
         ]
         bulk: list[tuple[str, Any, Any, Any]] = [
@@ -124,6 +130,8 @@ class Verbs:
                 Verb(name="pause", request=Selector, reply=ManyReply, handler=self.pause_many),
                 Verb(name="resume", request=Selector, reply=ManyReply, handler=self.resume_many),
                 Verb(name="prune", request=Selector, reply=ManyReply, handler=self.prune),
+                Verb(name="checkpoints", request=CheckpointSelector, reply=CheckpointsReply, handler=self.checkpoints),
+                Verb(name="uncheckpoint", request=CheckpointSelector, reply=ManyReply, handler=self.uncheckpoint),
                 Verb(name="beat", request=Empty, reply=Heartbeat, handler=self.beat),
                 Verb(name="cancel", request=CancelRequest, reply=Empty, handler=self.cancel),
             ),
@@ -311,6 +319,9 @@ class Verbs:
         )
         return PackReply(layer=await self._live(context).pack_diff(request.op, order, context.deadline))
 
+    async def checkpoint(self, context: Context, request: CheckpointRequest) -> CheckpointReply:
+        return CheckpointReply(checkpoint=await self.edge.checkpoints.make(self._live(context), request, context.deadline))
+
     async def stop(self, context: Context, request: StopRequest) -> Empty:
         """Never rejected: one that has ended is stopped."""
         with contextlib.suppress(SandboxGone):
@@ -363,6 +374,40 @@ class Verbs:
                 break
             kept.append(row)
         return ListReply(edge=self.edge.name, sandboxes=tuple(kept), more=len(kept) < len(found))
+
+    def _checkpoints(self, context: Context, request: CheckpointSelector) -> Rows:
+        caller, below = context.caller, subjects.everyone_below(context.subject)
+        assert caller is not None
+        if request.edge not in ("", self.edge.name):
+            return []
+        known = self.edge.checkpoints.known
+        rows = [known[each] for each in request.ids if each in known] if request.ids else list(known.values())
+        return sorted((row for row in rows if subjects.covers(caller, below, row.principal, row.project)), key=lambda row: row.id)
+
+    async def checkpoints(self, context: Context, request: CheckpointSelector) -> CheckpointsReply:
+        found = [row for row in self._checkpoints(context, request) if row.id > request.after]
+        kept: list[Checkpoint] = []
+        size = 0
+        for row in found:
+            if len(kept) % LIST_ROUND == LIST_ROUND - 1:
+                await asyncio.sleep(0)
+            size += len(msgspec.msgpack.encode(row))
+            if kept and size > LIST_BYTES:
+                break
+            kept.append(row)
+        return CheckpointsReply(edge=self.edge.name, checkpoints=tuple(kept), more=len(kept) < len(found))
+
+    async def uncheckpoint(self, context: Context, request: CheckpointSelector) -> ManyReply:
+        """Let go of checkpoints: they go when nothing stands on them."""
+        results = []
+        for row in self._checkpoints(context, request) if request.ids else ():
+            try:
+                await self.edge.checkpoints.drop(row)
+                results.append(ItemResult(id=row.id))
+            except DsecError as error:
+                results.append(ItemResult(id=row.id, error=to_body(error)))
+        await self.edge.checkpoints.sweep()
+        return ManyReply(edge=self.edge.name, results=tuple(results))
 
     async def stop_many(self, context: Context, selector: Selector) -> ManyReply:
         return await self._each(context, selector, lambda sandbox: sandbox.stop(deadline=context.deadline))

@@ -100,6 +100,7 @@ class PackOrder(msgspec.Struct, frozen=True, kw_only=True):
     max_entries: int = 1_000_000
     max_bytes: int = 16 << 30
     image: ImageConfig | None = None  # make it an image of its own: it brings the layers below along
+    whole: bool = False  # for a checkpoint: nothing is left out but what the node itself put there
 
 
 class Chunk(msgspec.Struct, frozen=True):

@@ -23,7 +23,7 @@ import msgspec
 import structlog
 
 from dsec import syscalls
-from dsec.backends import disk, orphans, runtime
+from dsec.backends import criu, disk, orphans, runtime
 from dsec.backends.base import Capabilities, LaunchPlan, Undone
 from dsec.backends.driver import Driver, Site
 from dsec.backends.drivers import make_driver, settle
@@ -157,7 +157,7 @@ class ContainerBackend:
         self.site.cgroup_v2 = self._cgroups.version == 2
         await self._ensure_holder()
         self.driver, no_native = settle(self.driver, self.site, opts.runtime)
-        missing: dict[str, str] = {"snapshot": "not built yet", "fork": "not built yet"}
+        missing: dict[str, str] = {"snapshot": (await asyncio.to_thread(criu.look))[1]}
         if self.pauser.missing:
             missing["reclaim"] = self.pauser.missing
         if no_native:
@@ -186,6 +186,7 @@ class ContainerBackend:
             driver=self.driver.name,
             pause=True,
             pack_diff=True,
+            fork=True,
             tty=True,
             userns=userns,
             disk_limit=True,

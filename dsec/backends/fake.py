@@ -7,6 +7,7 @@ It keeps the contract of `dsec.backends.base` and runs its suite. Commands are a
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import random
 import time
 from collections.abc import Callable
@@ -45,6 +46,29 @@ class FakeNode:
 
     def __init__(self) -> None:
         self.guests: dict[str, FakeGuest] = {}
+        self.names: dict[str, str] = {}  # of packed layers, and the digest that each means
+        self.packed: dict[str, tuple[dict[str, bytes], frozenset[str]]] = {}  # files and directories by digest
+
+    def pack(self, name: str, guest: FakeGuest) -> str:
+        """Keep all that is in a guest as a layer; its digest."""
+        content = (dict(guest.files), frozenset(guest.dirs))
+        parents = [layer.digest for layer in guest.plan.lowers]
+        text = repr((sorted(content[0].items()), sorted(content[1]), parents)).encode()
+        digest = f"sha256:{hashlib.sha256(text).hexdigest()}"
+        self.packed[digest], self.names[name] = content, digest
+        return digest
+
+    def unpack(self, guest: FakeGuest) -> None:
+        """What a guest begins with: the topmost of its layers that was packed here."""
+        for layer in guest.plan.lowers:
+            if (content := self.packed.get(layer.digest)) is not None:
+                guest.files, guest.dirs = dict(content[0]), set(content[1])
+                return
+
+    def forget(self, name: str) -> None:
+        digest = self.names.pop(name, None)
+        if digest is not None and digest not in self.names.values():
+            self.packed.pop(digest, None)
 
 
 class FakeInstance:
@@ -91,13 +115,13 @@ class FakeInstance:
         return self.guest.usage()
 
     async def pack_diff(self, order: PackOrder, _paused: bool, thawed: Callable[[], object], /) -> PackedLayer:
-        """Nothing is kept anywhere: a layer of the right name and of no content."""
         await asyncio.sleep(self._backend.faults.pack_delay)
         if self._backend.faults.pack_fails:
             raise Undone("the fake was told to fail", sandbox=self.id)
         thawed()
         parents = tuple(layer.digest for layer in self.plan.lowers)
-        return PackedLayer(name=order.name, digest="sha256:" + "d" * 64, parents=parents)
+        digest = self._backend.world.pack(order.name, self.guest)
+        return PackedLayer(name=order.name, digest=digest, parents=parents, entries=len(self.guest.files))
 
     async def stop(self, grace: float = 0.0) -> None:  # noqa: ARG002 - nothing in here needs time to end
         faults = self._backend.faults
@@ -114,7 +138,8 @@ class FakeBackend:
 
     def __init__(self, faults: Faults | None = None, *, edge: str = "fake", node: FakeNode | None = None, generation: int = 1) -> None:
         self.faults = faults or Faults()
-        self.capabilities = Capabilities(name="fake", pause=True, pack_diff=True, tty=True)
+        missing = {"snapshot": "the fake backend has no processes"}
+        self.capabilities = Capabilities(name="fake", pause=True, pack_diff=True, fork=True, tty=True, missing=missing)
         self.node = Node(edge=edge, state_dir="/nonexistent", backends=("fake",), userns=True)
         self.generation = generation
         self.world = node or FakeNode()
@@ -135,6 +160,8 @@ class FakeBackend:
         if plan.ulid in self.world.guests:
             raise Undone(f"{plan.ulid} is here already", sandbox=plan.id, retryable=False)
         guest = self.world.guests[plan.ulid] = FakeGuest(plan)
+        if self.world.packed:
+            self.world.unpack(guest)
         try:
             if faults.launch_delay or faults.launch_jitter:
                 await asyncio.sleep(faults.launch_delay + faults.launch_jitter * self._random.random())

@@ -52,7 +52,7 @@ async def pack_upper(
 ) -> PackedLayer:
     """See `Instance.pack_diff`. ``find_init`` answers the pid of the sandbox's init by its cgroup, 0 when it has ended (blocking)."""
     check_name(order.name)
-    scrub = diff.compile_globs((*order.scrub, *diff.SCRUB))
+    scrub = diff.compile_globs((*order.scrub, *(diff.OWN if order.whole else diff.SCRUB)))
     plan = instance.plan
     ids = (plan.idmap.base, plan.idmap.count) if plan.idmap is not None else (0, 0)
     limits = diff.Limits(entries=order.max_entries, bytes=order.max_bytes)
@@ -140,8 +140,9 @@ async def _to_the_end(work: Awaitable[None]) -> None:
 
 
 def _mark(order: PackOrder, plan: LaunchPlan) -> bytes:
-    """What makes an image's own layer a content of its own, so that two images that change the same files have a record each."""
-    if order.image is None:
+    """What makes an image's own layer a content of its own, so that two images that change the same files have a record each; and a
+    checkpoint's, whose record keeps the layers that it stands on."""
+    if order.image is None and not order.whole:
         return b""
     below = [layer.digest for layer in plan.lowers]
     return hashlib.sha256(msgspec.json.encode([below, order.image], order="deterministic")).hexdigest().encode()

@@ -266,7 +266,7 @@ def start_time(since: str | float) -> float:
 
 # Kinds of events (docs/events.md); one that nobody sends would be waited for without end.
 KINDS = (
-    *("created", "running", "paused", "resumed", "packed", "stopped", "step", "node_up", "node_lost"),
+    *("created", "running", "paused", "resumed", "packed", "checkpointed", "stopped", "step", "node_up", "node_lost"),
     *("image_pulling", "image_pulled", "image_shared", "image_failed", "layer_trouble", "layer_whole"),
 )
 

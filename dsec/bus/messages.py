@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from dsec.errors import ErrorBody
-from dsec.model import Command, ExecSpec, ImageConfig, LayerRef, OpStatus, PackedLayer, Paused, SandboxInfo, SandboxSpec, State
+from dsec.model import Checkpoint, Command, ExecSpec, ImageConfig, LayerRef, OpStatus, PackedLayer, Paused, SandboxInfo, SandboxSpec, State
 
 Index = Annotated[int, Meta(ge=0, lt=1 << 31)]  # of a sandbox in its burst
 Offset = Annotated[int, Meta(ge=0, le=1 << 62)]  # bytes
@@ -289,6 +289,37 @@ class PackRequest(Message, frozen=True, kw_only=True):
 
 class PackReply(Message, frozen=True, kw_only=True):
     layer: PackedLayer
+
+
+class CheckpointRequest(Message, frozen=True, kw_only=True):
+    """sb.checkpoint: keep the sandbox's state as the checkpoint ``ulid``. Repeating it with the same ``ulid`` captures once."""
+
+    ulid: Annotated[str, Meta(min_length=26, max_length=26)]  # made by the client
+    name: Annotated[str, Meta(max_length=128)] = ""
+    kind: str = "disk"
+    keep_ms: Annotated[int, Meta(ge=0, le=86_400_000)] = (
+        0  # 0: until it is dropped; else at least so long, then while something stands on it
+    )
+    max_entries: int = 1_000_000
+    max_bytes: int = 16 << 30
+
+
+class CheckpointReply(Message, frozen=True, kw_only=True):
+    checkpoint: Checkpoint
+
+
+class CheckpointSelector(Message, frozen=True, kw_only=True):
+    """all.checkpoints (list; no ids = all) and all.uncheckpoint (drop these). ``edge`` and ``after`` ask for one Edge's next page."""
+
+    ids: Annotated[tuple[str, ...], Meta(max_length=10_000)] = ()
+    edge: str = ""
+    after: str = ""
+
+
+class CheckpointsReply(Message, frozen=True, kw_only=True):
+    edge: str
+    checkpoints: tuple[Checkpoint, ...] = ()
+    more: bool = False
 
 
 class OpsReply(Message, frozen=True, kw_only=True):
