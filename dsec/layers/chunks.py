@@ -15,6 +15,7 @@ import errno
 import fcntl
 import hashlib
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -223,7 +224,10 @@ class Filler:
 
     def _run(self, run: list[int]) -> None:
         """Fetch, check and write neighbouring chunks, but for those that another process has brought since."""
-        there = self._brought(run)
+        try:
+            there = self._brought(run)
+        except OSError:  # then it is fetched
+            there = []
         if there:
             self._settle(there, {})
             run = [number for number in run if number not in there]
@@ -286,7 +290,10 @@ class Filler:
                         calls.append((waiter.done, None))
             whole = self._left == 0
         for done, error in calls:
-            done(error)
+            try:
+                done(error)
+            except OSError as trouble:  # one reader's; the others are to be told too
+                sys.stderr.write(f"loader: an answer is not taken: {trouble}\n")
         with self._idle:
             self._telling -= 1
             self._idle.notify_all()
