@@ -112,19 +112,23 @@ async def drop(client: Client, ids: Iterable[str]) -> list[ItemOutcome]:
 
 
 async def restore(
-    client: Client, checkpoint: Checkpoint | str, n: int, labels: Mapping[str, str] | None, min_ready: int, timeout: float
+    client: Client, checkpoint: Checkpoint | str, n: int, labels: Mapping[str, str] | None, min_ready: int, loss: str, timeout: float
 ) -> Restored:
     """See `Client.restore`."""
     count = whole(n, "n", 1, MOST)
     least = whole(min_ready, "min_ready", 0, count)
     more = labels_map(labels)
+    _check_loss(loss)
     if isinstance(checkpoint, str):
         found = await find(client, [checkpoint])
         if not found:
             raise NotFound("no such checkpoint, or its node is away", field="checkpoint", value=checkpoint, fix="see `dsec tree`")
         checkpoint = found[0]
+    loss = loss or checkpoint.spec.on_client_loss
     # A host name that was asked for is one sandbox's: each of these gets its own.
-    spec = msgspec.structs.replace(checkpoint.spec, checkpoint=checkpoint.id, hostname="", labels=checkpoint.spec.labels | more)
+    spec = msgspec.structs.replace(
+        checkpoint.spec, checkpoint=checkpoint.id, hostname="", on_client_loss=loss, labels=checkpoint.spec.labels | more
+    )
     burst = client.burst(spec, count, 0, timeout)
     await burst.__aenter__()
     whole_ = False
@@ -155,19 +159,20 @@ async def restore(
 
 
 async def fork(
-    sandbox: Sandbox, n: int, kind: str, labels: Mapping[str, str] | None, min_ready: int, max_bytes: int | str, timeout: float
+    sandbox: Sandbox, n: int, kind: str, labels: Mapping[str, str] | None, min_ready: int, loss: str, max_bytes: int | str, timeout: float
 ) -> Restored:
     """See `Sandbox.fork`."""
     client = sandbox._client
     count = whole(n, "n", 1, MOST)
     whole(min_ready, "min_ready", 0, count)
     labels_map(labels)
+    _check_loss(loss)
     limit = milliseconds(timeout, "timeout") / 1000
     until = asyncio.get_running_loop().time() + limit
     checkpoint = await capture(sandbox, "", kind, max_bytes, limit, keep=limit + SPARE)
     try:
         left = max(0.001, until - asyncio.get_running_loop().time())
-        return await restore(client, checkpoint, count, labels, min_ready, left)
+        return await restore(client, checkpoint, count, labels, min_ready, loss, left)
     finally:
         # From here on it stays for as long as somebody stands on it. Should this be lost, it expires.
         try:
@@ -182,3 +187,8 @@ def checked(checkpoint: str) -> str:
         return str(SandboxId.parse(text(checkpoint, "checkpoint", limit=128)))
     except InvalidRequest:
         raise wrong("is not a checkpoint's id", "checkpoint", checkpoint, "see `dsec tree`") from None
+
+
+def _check_loss(loss: str) -> None:
+    if loss not in ("", "stop", "pause", "keep"):
+        raise wrong("is not a choice", "on_client_loss", loss, "use stop, pause or keep")

@@ -243,12 +243,13 @@ class Client(Many, Named):
         *,
         labels: Mapping[str, str] | None = None,
         min_ready: int = 1,
+        on_client_loss: str = "",
         timeout: float = 120.0,
     ) -> Restored:
         """``n`` sandboxes that begin from a checkpoint, on the node that keeps it: what became of each (`Restored.results`).
 
         They have the spec that the sandbox had, with ``labels`` besides, and begin as any sandbox does: with an id, host name and addresses
-        of their own and no process. They are this client's like those of `burst`, unless the spec says ``on_client_loss="keep"``.
+        of their own and no process. ``on_client_loss``: theirs, "" = what the sandbox had; with "keep" they outlive this client.
 
         Raises: `NotFound`; when fewer than ``min_ready`` are ready after ``timeout`` seconds `BurstError`, or the one's own error where
         ``n`` is 1, and then none is left.
@@ -256,7 +257,7 @@ class Client(Many, Named):
         from libdsec.checkpoint import restore
 
         self._wire.guard()
-        return await restore(self, checkpoint, n, labels, min_ready, timeout)
+        return await restore(self, checkpoint, n, labels, min_ready, on_client_loss, timeout)
 
     async def checkpoints(self, ids: Iterable[str] = ()) -> Checkpoints:
         """Those of this project on all nodes, oldest first; with ``ids`` only these, as far as they are there."""

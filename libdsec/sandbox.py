@@ -343,6 +343,7 @@ class Sandbox(Named):
         kind: str = "disk",
         labels: Mapping[str, str] | None = None,
         min_ready: int = 1,
+        on_client_loss: str = "",
         max_bytes: int | str = "16GiB",
         timeout: float = 600.0,
     ) -> Restored:
@@ -350,7 +351,7 @@ class Sandbox(Named):
         `Client.restore`. The capture goes when the last of them has ended."""
         from libdsec.checkpoint import fork
 
-        return await fork(self, n, kind, labels, min_ready, max_bytes, timeout)
+        return await fork(self, n, kind, labels, min_ready, on_client_loss, max_bytes, timeout)
 
     async def pause(self) -> Paused:
         """Freeze it and send its memory to its node's swap; what that gave back. It then holds no reservation. Idempotent.

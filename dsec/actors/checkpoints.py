@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger("dsec.checkpoints")
 MOST = 20_000  # on one node
+FREE_PAUSE = 1.0  # seconds before a layer that is still mounted is tried again
 _decode = msgspec.msgpack.Decoder(Checkpoint).decode
 
 
@@ -39,6 +40,7 @@ class Checkpoints:
         self.known: dict[str, Checkpoint] = {}
         self._making: dict[str, tuple[str, asyncio.Task[Checkpoint]]] = {}
         self._freeing: dict[str, Planner] = {}  # names of layers whose record is gone
+        self._free_at = 0.0  # monotonic; when what could not be freed is tried again
         self._sweeping = asyncio.Lock()
 
     @property
@@ -181,9 +183,12 @@ class Checkpoints:
                 for each in gone:
                     if (planner := self.edge.host.planners.get(each.spec.backend)) is not None:
                         self._freeing[self._prefix + SandboxId.parse(each.id).ulid] = planner
-            for name, planner in list(self._freeing.items()):
+            if time.monotonic() < self._free_at:
+                return
+            for name, planner in sorted(self._freeing.items(), reverse=True):  # the newest first: those below it wait for it
                 try:
-                    if await planner.forget(name):
+                    if await planner.forget(name, self._prefix):
                         del self._freeing[name]
                 except (DsecError, OSError) as error:
                     log.warning("checkpoint.not_freed", layer=name, error=str(error))
+            self._free_at = time.monotonic() + FREE_PAUSE if self._freeing and not gone else 0.0

@@ -64,8 +64,9 @@ class Planner(Protocol):
         """Names of this node's layers that begin so."""
         ...
 
-    async def forget(self, name: str) -> bool:
-        """Take a layer's name away, and free the layer unless somebody wants it under another; False while it is mounted somewhere."""
+    async def forget(self, name: str, prefix: str) -> bool:
+        """Take a layer's name away, and free the layer unless somebody wants it under another; False while it is mounted, or while
+        another one of ``prefix`` was made on it."""
         ...
 
 
@@ -90,7 +91,7 @@ class FakePlanner:
     async def named(self, prefix: str) -> tuple[str, ...]:
         return tuple(name for name in self.backend.world.names if name.startswith(prefix))
 
-    async def forget(self, name: str) -> bool:
+    async def forget(self, name: str, prefix: str) -> bool:  # noqa: ARG002
         self.backend.world.forget(name)
         return True
 
@@ -130,8 +131,8 @@ class LayerPlanner:
     async def named(self, prefix: str) -> tuple[str, ...]:
         return tuple(name for info in await self.layers.store.list() for name in info.names if name.startswith(prefix))
 
-    async def forget(self, name: str) -> bool:
-        return await forget(self.layers.store, name, self._container.drop_layer)
+    async def forget(self, name: str, prefix: str) -> bool:
+        return await forget(self.layers.store, name, prefix, self._container.drop_layer)
 
     async def _known(self, refs: tuple[LayerRef, ...]) -> Resolved:
         for ref in refs:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 
 import msgspec
 
@@ -10,41 +10,46 @@ from dsec.layers import index, tools
 from dsec.layers.store import LayerInfo, LayerStore, _lineage
 
 
-async def forget(store: LayerStore, name: str, unmount: Callable[[str], Awaitable[bool]]) -> bool:
+async def forget(store: LayerStore, name: str, prefix: str, unmount: Callable[[str], Awaitable[bool]]) -> bool:
     """Take ``name`` away; the layer goes with it when it has no other name, no named layer was made on it and nobody has it mounted.
 
-    ``unmount(digest)`` lets go of the node's own mount, and answers False while a sandbox may stand on it. False: the name is still there,
-    to be tried again. Blocking parts run in threads. Raises `NodeError`.
+    False: the name is still there, to be tried again, because the layer is mounted somewhere, or because another whose name begins with
+    ``prefix`` was made on it: that one goes first, or nobody would come back for this one. ``unmount(digest)`` lets go of the node's own
+    mount, and answers False while a sandbox may stand on it. Blocking parts run in threads. Raises `NodeError`.
     """
-    digest = await tools.in_thread(_alone, store, name)
-    if digest and not await unmount(digest):
+    what = await tools.in_thread(_look, store, name, prefix)
+    if what == "later" or (what != "untag" and not await unmount(what)):
         return False
-    return await tools.in_thread(_forget, store, name)
+    return await tools.in_thread(_forget, store, name, prefix)
 
 
-def _alone(store: LayerStore, name: str) -> str:
-    """The digest of a layer that only this name keeps; "" when something else does, or it is not there."""
+def _look(store: LayerStore, name: str, prefix: str) -> str:
+    """The digest that goes with the name, or "untag" where the name goes alone, or "later"."""
     digest = store._index.names().get(name, "")
-    return "" if digest in _lineage(info for info in _without(store, name)) else digest
-
-
-def _without(store: LayerStore, name: str) -> list[LayerInfo]:
     infos = store._list()
-    return [msgspec.structs.replace(info, names=tuple(each for each in info.names if each != name)) for info in infos]
+    found = next((info for info in infos if info.digest == digest), None)
+    if found is None or len(found.names) > 1 or digest in _lineage(_without(infos, lambda each: each.startswith(prefix))):
+        return "untag"
+    return "later" if digest in _lineage(_without(infos, lambda each: each == name)) else digest
 
 
-def _forget(store: LayerStore, name: str) -> bool:
+def _without(infos: Iterable[LayerInfo], drop: Callable[[str], bool]) -> list[LayerInfo]:
+    return [msgspec.structs.replace(info, names=tuple(each for each in info.names if not drop(each))) for info in infos]
+
+
+def _forget(store: LayerStore, name: str, prefix: str) -> bool:
     with store._locked():
-        digest = store._index.names().get(name)
-        if digest is None:
+        if name not in store._index.names():
             return True
-        infos = {info.digest: info for info in _without(store, name)}
-        if digest in infos and digest not in _lineage(infos.values()):
-            with store._claimed(infos[digest]) as free:
-                if not free:
-                    return False
+        what = _look(store, name, prefix)
+        if what == "later":
+            return False
+        if what == "untag":
+            store._index.append(index.Entry(op="untag", name=name))
+            return True
+        info = store._read_record(what)
+        with store._claimed(info) as free:
+            if free:
                 store._index.append(index.Entry(op="untag", name=name))
-                store._delete(infos[digest])
-            return True
-        store._index.append(index.Entry(op="untag", name=name))
-    return True
+                store._delete(info)
+        return free

@@ -38,6 +38,12 @@ async def client_api() -> None:
         for outcomes in (await client.stop(labels={"job": "j"}), await client.pause(ids=["n1-0"]), await client.resume(everything=True)):
             assert_type(outcomes, list[libdsec.ItemOutcome])
             assert_type(outcomes[0].error, libdsec.DsecError | None)
+        restored = await client.restore("n1-0", 4, labels={"a": "b"}, min_ready=0, on_client_loss="keep", timeout=9)
+        assert_type(restored, libdsec.Restored)
+        assert_type(restored.sandboxes, list[libdsec.Sandbox])
+        assert_type(restored.results, list[libdsec.Sandbox | libdsec.DsecError])
+        assert_type(await client.checkpoints(["n1-0"]), list[libdsec.Checkpoint])
+        assert_type(await client.drop_checkpoints([restored.checkpoint.id]), list[libdsec.ItemOutcome])
         assert_type(client.events({"job": "j"}, since="-10m"), AsyncGenerator[Event, None])
         assert_type(await client.nodes(), ClusterView)
     later = await libdsec.connect()
@@ -46,6 +52,10 @@ async def client_api() -> None:
 
 async def sandbox_api(sandbox: libdsec.Sandbox) -> None:
     assert_type(sandbox.id, str)
+    assert_type(await sandbox.checkpoint("name", kind="disk", max_bytes="1GiB"), libdsec.Checkpoint)
+    async with await sandbox.fork(4, min_ready=2) as children:
+        for child in children:
+            assert_type(child, libdsec.Sandbox)
     assert_type(sandbox.labels, dict[str, str])
     result = await sandbox.exec("pytest -q", timeout=600, cwd="/w", env={"A": "1"}, user="agent", stdin=b"x", check=True)
     assert_type(result, libdsec.ExecResult)

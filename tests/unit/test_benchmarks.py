@@ -38,6 +38,7 @@ KEYS = {
     "tar_vs_erofs": {"rows"},
     "packdiff": {"files", "mb", "seconds", "frozen_s", "tar_s", "speedup", "layer_mb"},
     "pause": {"mb", "random_share", "swap", "pause_ms", "released_share", "resume_first_exec_ms", "touch_all_ms"},
+    "fork": {"n", "kind", "seconds", "p50_ms"},
     "job_pause": {"n", "mib_each", "seconds", "released_mib"},
 }
 
