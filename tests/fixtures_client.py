@@ -7,9 +7,13 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 
 import pytest
+import pytest_asyncio
+
+import libdsec
+from libdsec import Client
 
 
 @pytest.fixture(scope="session")
@@ -35,3 +39,12 @@ def fake_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
                 assert process.wait(30) == 0, (place / "log").read_text()
             finally:
                 process.kill()
+
+
+@pytest_asyncio.fixture
+async def dsec(fake_cluster: str, request: pytest.FixtureRequest) -> AsyncIterator[Client]:
+    """A client with a project of the test's own."""
+    async with libdsec.connect(fake_cluster, project=f"t/{abs(hash(request.node.name))}", lease_ttl=2) as client:
+        yield client
+        # Whatever a test leaves running on purpose ends here.
+        await client.stop(everything=True)

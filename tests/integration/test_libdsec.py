@@ -6,18 +6,13 @@ import asyncio
 import contextlib
 import os
 import pickle
-import signal
-import subprocess
-import sys
 import tarfile
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-import pytest_asyncio
 
 import libdsec
 import libdsec.blocking
@@ -35,29 +30,7 @@ from libdsec import (
     SandboxGone,
     Unavailable,
 )
-
-FAKE: Any = {"backend": "fake", "memory": "32MiB", "cpus": 0.01, "disk": "1MiB", "pids": 16}
-
-
-@pytest_asyncio.fixture
-async def dsec(fake_cluster: str, request: pytest.FixtureRequest) -> AsyncIterator[Client]:
-    """A client with a project of the test's own."""
-    async with libdsec.connect(fake_cluster, project=f"t/{abs(hash(request.node.name))}", lease_ttl=2) as client:
-        yield client
-        # Whatever a test leaves running on purpose ends here.
-        await client.stop(everything=True)
-
-
-async def eventually(what: Callable[[], Awaitable[Any]], timeout: float = 8.0) -> None:
-    """Until it is true (or raises nothing)."""
-    until = time.monotonic() + timeout
-    while not await what():
-        assert time.monotonic() < until, what
-        await asyncio.sleep(0.05)
-
-
-async def none_left(client: Client) -> bool:
-    return not await client.list()
+from tests.integration.client_box import FAKE, eventually, none_left
 
 
 # ---------------------------------------------------------------------- one sandbox
@@ -341,33 +314,6 @@ async def test_events(dsec: Client) -> None:
 
 
 # ---------------------------------------------------------------------- nothing stays
-class CancelAt:
-    """Awaits a coroutine and cancels it at its n-th suspension; ``reached`` tells whether there was one."""
-
-    def __init__(self, coroutine: Any, at: int) -> None:
-        self.coroutine, self.at, self.reached = coroutine, at, False
-
-    def __await__(self) -> Any:
-        step = self.coroutine.__await__()
-        count = 0
-        future = next(step)
-        while True:
-            try:
-                if count == self.at:
-                    self.reached = True
-                    future._asyncio_future_blocking = False
-                    future = step.throw(asyncio.CancelledError())
-                    count += 1
-                    continue
-                count += 1
-                try:
-                    value = yield future
-                except BaseException as error:  # noqa: BLE001 - handed on as it is
-                    future = step.throw(error)
-                else:
-                    future = step.send(value)
-            except StopIteration as end:
-                return end.value
 
 
 async def test_projects_below_are_reached_where_that_is_asked(dsec: Client, fake_cluster: str) -> None:
@@ -418,128 +364,6 @@ async def test_a_kind_of_event_that_does_not_exist(dsec: Client) -> None:
         with pytest.raises(InvalidRequest, match="use created, running"):
             async for _ in dsec.events(kinds=["?"]):
                 pass
-
-
-async def test_c06_cancel_at_every_await_of_create(dsec: Client) -> None:
-    """A create that is cancelled, wherever it was waiting and however far it had come, leaves no sandbox."""
-
-    async def use() -> None:
-        async with dsec.sandbox("img", **FAKE):
-            pass
-
-    for at in range(50):
-        attempt = CancelAt(use(), at)
-        try:
-            await asyncio.wait_for(asyncio.ensure_future(wrapped(attempt)), 20)
-        except asyncio.CancelledError:
-            pass
-        if not attempt.reached:
-            break
-    else:
-        raise AssertionError("never came to its end")
-    for pause in (0, 0.001, 0.003, 0.005, 0.007, 0.01, 0.02):
-        task = asyncio.ensure_future(use())
-        await asyncio.sleep(pause)
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-    async with asyncio.timeout(20):
-        for pause in (0, 0.004, 0.03):
-            task = asyncio.ensure_future(dsec.create_many(libdsec.spec("img", **FAKE), 30))
-            await asyncio.sleep(pause)
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
-    await eventually(lambda: none_left(dsec))
-
-
-@pytest.mark.parametrize("pause", [0.0, 0.002, 0.01])
-async def test_c06_a_client_that_leaves_in_the_middle_of_a_create(dsec: Client, fake_cluster: str, pause: float) -> None:
-    """Interrupted and gone before it heard where its sandboxes were placed: none of them waits for its lease to lapse."""
-    async with libdsec.connect(fake_cluster, project=dsec.project) as client:
-        creating = asyncio.ensure_future(client.create_many(libdsec.spec("img", on_client_loss="keep", **FAKE), 20))
-        await asyncio.sleep(pause)
-        creating.cancel()
-        await asyncio.gather(creating, return_exceptions=True)
-    await asyncio.sleep(0.2)  # what was on its way has arrived
-    await eventually(lambda: none_left(dsec))
-
-
-async def wrapped(awaitable: Any) -> Any:
-    return await awaitable
-
-
-CHILD = """
-import asyncio, signal, sys, libdsec
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job's shell has it ignored
-async def main():
-    async with libdsec.connect(sys.argv[1], project=sys.argv[2], lease_ttl=1) as client:
-        async def one():
-            async with client.sandbox("img", backend="fake", memory="32MiB", cpus=0.01, disk="1MiB", pids=16) as sb:
-                print(sb.id, flush=True)
-                await sb.exec("sleep 60")
-        await asyncio.gather(*(one() for _ in range(5)))
-asyncio.run(main())
-"""
-
-
-def child(url: str, project: str) -> subprocess.Popen[bytes]:
-    process = subprocess.Popen([sys.executable, "-c", CHILD, url, project], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    assert process.stdout is not None
-    for _ in range(5):
-        assert process.stdout.readline(), process.communicate()[1].decode()
-    return process
-
-
-async def test_c01_c02_killed_client_leaves_nothing(dsec: Client, fake_cluster: str) -> None:
-    """SIGKILL in the middle of exec: everything is reclaimed within the lease and a sweep, with the lease as its reason."""
-    process = await asyncio.to_thread(child, fake_cluster, dsec.project)
-    assert len(await dsec.list()) == 5
-    process.kill()
-    process.communicate()
-    began = time.monotonic()
-    await eventually(lambda: none_left(dsec))
-    assert time.monotonic() - began < 4
-    assert {info.exit.reason for info in await dsec.list(stopped=True) if info.exit} == {"lease"}
-
-
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
-async def test_c04_c05_interrupted_client(dsec: Client, fake_cluster: str, signum: signal.Signals) -> None:
-    """Ctrl+C inside gather(): one KeyboardInterrupt, no cascade of errors of the loop, all stopped; SIGTERM needs no last words."""
-    process = await asyncio.to_thread(child, fake_cluster, dsec.project)
-    process.send_signal(signum)
-    _, err = await asyncio.to_thread(process.communicate, None, 20)
-    text = err.decode()
-    if signum == signal.SIGINT:
-        assert text.rstrip().endswith("KeyboardInterrupt"), text
-        assert text.count("Traceback") <= 2  # asyncio.run's own pair
-        for word in ("loop is closed", "never retrieved", "was destroyed", "unhandled"):
-            assert word not in text
-        assert await none_left(dsec)
-    else:
-        assert text == ""
-        await eventually(lambda: none_left(dsec))
-
-
-async def test_lease_is_taken_up_again(dsec: Client, fake_cluster: str) -> None:
-    """A restarted client with the same lease keeps its sandboxes alive; without it they end."""
-    name = f"job-{os.urandom(4).hex()}"
-    first = await libdsec.connect(fake_cluster, project=dsec.project, lease=name, lease_ttl=1)
-    made = await first.create_many(libdsec.spec("img", **FAKE), 3)
-    await first.close()
-    await asyncio.sleep(0.3)
-    async with libdsec.connect(fake_cluster, project=dsec.project, lease=name, lease_ttl=1):
-        await asyncio.sleep(2.5)
-        assert {info.id for info in await dsec.list()} == {sb.id for sb in made}
-    await eventually(lambda: none_left(dsec))
-
-
-async def test_create_outlives_its_client(dsec: Client, fake_cluster: str) -> None:
-    """`create` makes a sandbox that stays when the client closes or its lease lapses."""
-    async with libdsec.connect(fake_cluster, project=dsec.project, lease_ttl=1) as client:
-        kept = await client.create("img", **FAKE)
-        other = await client.create("img", on_client_loss="stop", **FAKE)
-    await asyncio.sleep(2.5)
-    assert [info.id for info in await dsec.list()] == [kept.id]
-    assert (await dsec.attach(kept.id)).id != other.id
 
 
 # ---------------------------------------------------------------------- where it may be used
