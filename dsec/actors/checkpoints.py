@@ -19,6 +19,7 @@ from dsec.actors.host import Resolved
 from dsec.backends.base import PackOrder
 from dsec.bus.messages import CheckpointRequest
 from dsec.errors import Busy, Conflict, DsecError, InvalidRequest, NodeError, NotFound, Unsupported
+from dsec.layers.index import PASSING
 from dsec.model import Checkpoint, LayerRef, SandboxId, SandboxSpec
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ class Checkpoints:
 
     @property
     def _prefix(self) -> str:
-        return f"checkpoint/{self.edge.name}/"
+        return f"{PASSING}{self.edge.name}/"
 
     async def recover(self) -> None:
         """Take up what is recorded, and find what has no record."""

@@ -2,7 +2,8 @@
 
 A line is ``{"op": "tag", "name": "debian-12", "digest": "sha256:…", "ts": 1700000000.0}`` or ``{"op": "untag", …}``. Appends happen
 under the store's lock and are fsynced. A crash leaves at most one torn last line: readers skip it and the next append starts on
-a fresh line. The journal is also the history: what a name meant before.
+a fresh line. The journal is also the history: what a name meant before. Names of checkpoints (`PASSING`) come and go by the thousand, each
+for one layer: what they meant is left out once it is most of the journal.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ import msgspec
 
 from dsec.errors import InvalidRequest
 
+PASSING = "checkpoint/"
+COMPACT_BYTES = 256 * 1024  # of a journal that is worth the trouble
 _PART = r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,126}[A-Za-z0-9])?"
 _HOST = r"(?:[A-Za-z0-9](?:[A-Za-z0-9.-]{0,251}[A-Za-z0-9])?:[0-9]{1,5}/)?"  # a registry with its port
 _NAME = re.compile(rf"{_HOST}{_PART}(?:/{_PART}){{0,7}}(?:[@:][A-Za-z0-9._-]{{1,128}})?(?:@sha256:[0-9a-f]{{64}})?")
@@ -79,6 +82,29 @@ class Index:
                 line = b"\n" + line
             if os.write(fd, line) != len(line):
                 raise OSError(28, f"{self._path}: short write")
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        if size > COMPACT_BYTES and entry.op == "untag" and entry.name.startswith(PASSING):
+            self._compact()
+
+    def _compact(self) -> None:
+        """Write the journal anew, when that halves it. Readers see the old one or the new one, by its inode."""
+        self._refresh()
+        kept = [entry for entry in self._entries if entry.name in self._names or not entry.name.startswith(PASSING)]
+        if 2 * len(kept) > len(self._entries):
+            return
+        temporary = f"{self._path}.new"
+        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+        try:
+            with open(fd, "wb", closefd=False) as file:
+                file.writelines(msgspec.json.encode(entry) + b"\n" for entry in kept)
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        os.rename(temporary, self._path)
+        fd = os.open(os.path.dirname(self._path) or ".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
             os.fsync(fd)
         finally:
             os.close(fd)

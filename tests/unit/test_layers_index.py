@@ -9,7 +9,7 @@ import pytest
 from dsec.errors import InvalidRequest
 from dsec.layers import aptsources
 from dsec.layers.importer import check_at
-from dsec.layers.index import Entry, Index, check_name
+from dsec.layers.index import PASSING, Entry, Index, check_name
 
 D1, D2 = "sha256:" + "1" * 64, "sha256:" + "2" * 64
 
@@ -31,6 +31,23 @@ def test_another_processs_changes_are_seen(tmp_path: Path) -> None:
     assert two.names() == {}
     one.append(Entry(op="tag", name="a", digest=D1))
     assert two.names() == {"a": D1}
+
+
+def test_checkpoints_that_are_gone_do_not_fill_the_journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Thousands of names of checkpoints come and go in a journal of bounded size; other names keep their history, readers see no gap."""
+    monkeypatch.setattr("dsec.layers.index.COMPACT_BYTES", 4096)
+    monkeypatch.setattr("os.fsync", lambda _: None)
+    path = tmp_path / "names"
+    one, two = Index(str(path)), Index(str(path))
+    one.append(Entry(op="tag", name="a", digest=D1))
+    one.append(Entry(op="tag", name="a", digest=D2))
+    one.append(Entry(op="tag", name=f"{PASSING}n/kept", digest=D1))
+    for number in range(500):
+        one.append(Entry(op="tag", name=f"{PASSING}n/{number}", digest=D1))
+        assert two.names() == {"a": D2, f"{PASSING}n/kept": D1, f"{PASSING}n/{number}": D1}
+        one.append(Entry(op="untag", name=f"{PASSING}n/{number}"))
+    assert path.stat().st_size < 3 * 4096
+    assert [entry.digest for entry in Index(str(path)).history("a")] == [D1, D2]
 
 
 @pytest.mark.parametrize("cut", [1, 10, 40])
