@@ -391,7 +391,10 @@ class LayerStore:
         by_digest: dict[str, list[str]] = {}
         for name, digest in self._index.names().items():
             by_digest.setdefault(digest, []).append(name)
-        found = [self._read_record(path.stem.replace("-", ":", 1)) for path in self._blobs.glob("*.json")]
+        found = []
+        for path in self._blobs.glob("*.json"):
+            with contextlib.suppress(NotFound):  # it went away meanwhile
+                found.append(self._read_record(path.stem.replace("-", ":", 1)))
         found.sort(key=lambda info: (-info.created_ts, info.digest))
         return tuple(msgspec.structs.replace(info, names=tuple(sorted(by_digest.get(info.digest, ())))) for info in found)
 
