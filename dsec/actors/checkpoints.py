@@ -168,8 +168,9 @@ class Checkpoints:
         if (self.known or self._freeing) and not self._sweeping.locked():
             self.edge.spawn(self.sweep())
 
-    async def sweep(self) -> None:
-        """Forget what nothing reaches and free its layers; what is still mounted is tried again in the next sweep."""
+    async def sweep(self, *, last: bool = False) -> None:
+        """Forget what nothing reaches and free its layers; what is still mounted is tried again in a later sweep. ``last``: this Edge ends,
+        and may never start again."""
         async with self._sweeping:
             gone = self._unreachable() if self.known else []
             if gone:
@@ -184,7 +185,7 @@ class Checkpoints:
                 for each in gone:
                     if (planner := self.edge.host.planners.get(each.spec.backend)) is not None:
                         self._freeing[self._prefix + SandboxId.parse(each.id).ulid] = planner
-            if time.monotonic() < self._free_at:
+            if time.monotonic() < self._free_at and not last:
                 return
             for name, planner in sorted(self._freeing.items(), reverse=True):  # the newest first: those below it wait for it
                 try:

@@ -475,6 +475,8 @@ class Edge:
         if self.config.on_shutdown == "stop":
             await self.stop_all(Exit(reason=ExitReason.DRAINED, detail="the Edge was stopped"))
         nothing_lives = not self.sandboxes
+        if nothing_lives:
+            await self.checkpoints.sweep(last=True)
         self.reporter.flush()
         self.beat(leaving=nothing_lives)
         self.over = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -183,3 +184,41 @@ async def test_other_projects_do_not_see_it(box: Box) -> None:
         assert (await mine.checkpoints()) == [cp]
         await mine.drop_checkpoints([cp.id])
         await sb.stop()
+
+
+async def test_an_edge_that_dies_in_the_middle_of_a_capture(box: Box) -> None:
+    """The client asks again and gets one checkpoint; the sandbox runs on."""
+    await box.edge(faults=Faults(pack_delay=30.0))
+    async with box.client() as dsec:
+        sb = await dsec.create(SPEC)
+        await sb.files.write("/root/a", b"1")
+        asked = asyncio.create_task(sb.checkpoint("again"))
+        ulid = sb.id.rpartition("-")[2]
+        await eventually(lambda: box.edges["n1"].sandboxes[ulid].state is State.CAPTURING)
+        await box.crash("n1")
+        await box.edge()
+        cp = await asked
+        assert [row.id for row in await dsec.checkpoints()] == [cp.id]
+        assert len(box.nodes["n1"].packed) == 1
+        assert await read(sb) == "1"
+        await dsec.drop_checkpoints([cp.id])
+        await sb.stop()
+
+
+async def test_a_fork_whose_client_died_expires(box: Box) -> None:
+    """A capture that nobody let go of goes by itself when its time is over, and an Edge that ends in order frees what nothing stands on."""
+    edge = await box.edge()
+    async with box.client() as dsec:
+        sb = await dsec.create(SPEC)
+        await sb._request("checkpoint", CheckpointRequest(ulid=new_ulid(), keep_ms=1), CheckpointReply)
+        await eventually(lambda: not edge.checkpoints.known and not box.nodes["n1"].packed)
+        await sb._request("checkpoint", CheckpointRequest(ulid=new_ulid(), keep_ms=60_000), CheckpointReply)
+        kept = await sb.checkpoint()
+        await edge.checkpoints.sweep()
+        assert len(edge.checkpoints.known) == 2
+        loose = next(row for row in edge.checkpoints.known.values() if not row.kept)
+        await edge.checkpoints.drop(loose)
+        await sb.stop()
+        await edge.checkpoints.sweep(last=True)
+        assert list(edge.checkpoints.known) == [kept.id]
+        assert len(box.nodes["n1"].packed) == 1
