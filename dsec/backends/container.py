@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import functools
 import os
-import shutil
 import socket
 import subprocess
 import time
@@ -22,7 +21,7 @@ from typing import Any, Protocol, TypeVar
 import msgspec
 import structlog
 
-from dsec import syscalls
+from dsec import syscalls, trees
 from dsec.backends import criu, disk, orphans, runtime
 from dsec.backends.base import Capabilities, LaunchPlan, Undone
 from dsec.backends.driver import Driver, Site
@@ -469,7 +468,7 @@ class ContainerBackend:
         box = f"{self._sandboxes}/{ulid}"
         try:
             self._disks.remove(ulid, box)
-            shutil.rmtree(box)
+            trees.remove(box)
         except FileNotFoundError:
             return
         except OSError as error:

@@ -12,7 +12,6 @@ import contextlib
 import functools
 import json
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Coroutine, Iterable
@@ -24,6 +23,7 @@ from typing import IO, Any, TypeVar
 import msgspec
 import structlog
 
+from dsec import trees
 from dsec.backends.base import Capabilities, GuestLink, LaunchPlan
 from dsec.backends.plan import Node
 from dsec.config import NetworkConfig
@@ -380,7 +380,8 @@ class OpenNetwork:
         if plan.wiring is None or not self._idmapped:
             return
         place = f"{plan.state_dir}/{TOP}"
-        shutil.rmtree(place, ignore_errors=True)
+        with contextlib.suppress(FileNotFoundError):
+            trees.remove(place)
         os.makedirs(f"{place}/etc")
         for path in (place, f"{place}/etc"):
             os.chmod(path, 0o755)

@@ -14,6 +14,7 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
+from dsec import trees
 from dsec.errors import InvalidRequest, NodeError, NotFound, Unsupported
 from dsec.layers import aptsources, importer, tools
 from dsec.layers.store import LayerConfig, LayerInfo, LayerStore
@@ -112,7 +113,7 @@ async def bootstrap_tiny(store: LayerStore, name: str = "busybox", *, refresh: b
         busybox = await _fetch_busybox(stage / "fetch", progress)
         applets = (await tools.run([str(busybox), "--list-full"])).split()
         await tools.in_thread(_lay_out_tiny, stage / "tree", busybox, applets)
-        await tools.in_thread(shutil.rmtree, stage / "fetch")
+        await tools.in_thread(trees.remove, stage / "fetch")
         return await importer.pack(store, stage, name, meta, progress=progress)
 
 
@@ -147,13 +148,13 @@ def _only_messages(progress: Progress) -> Progress:
 def _clean_debian(tree: Path, sources: str) -> None:
     """Take out what belongs to this machine or to this run. Blocking."""
     for relative in _EMPTY:
-        _empty(tree / relative)
+        trees.empty(tree / relative)
     (tree / "var/cache/apt/archives/partial").mkdir(parents=True)
     (tree / "var/lib/apt/lists/partial").mkdir()
     (tree / "var/log/apt").mkdir()
     (tree / "etc/apt/apt.conf.d/99mmdebstrap").unlink(missing_ok=True)  # proxies and certificates
     if sources:
-        _empty(tree / "etc/apt/sources.list.d")
+        trees.empty(tree / "etc/apt/sources.list.d")
         (tree / "etc/apt/sources.list").unlink(missing_ok=True)
         (tree / "etc/apt/sources.list.d/debian.sources").write_text(sources)
     for relative, text in (("resolv.conf", ""), ("machine-id", ""), ("hostname", "localhost\n"), ("hosts", _HOSTS)):
@@ -163,14 +164,6 @@ def _clean_debian(tree: Path, sources: str) -> None:
         path.chmod(0o644)
     for leftover in ("var/lib/dbus/machine-id", "etc/.pwd.lock", "etc/passwd-", "etc/group-", "etc/shadow-", "etc/gshadow-"):
         (tree / leftover).unlink(missing_ok=True)
-
-
-def _empty(directory: Path) -> None:
-    for entry in directory.iterdir():
-        if entry.is_dir() and not entry.is_symlink():
-            shutil.rmtree(entry)
-        else:
-            entry.unlink()
 
 
 async def _fetch_busybox(work: Path, progress: Progress) -> Path:

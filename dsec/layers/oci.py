@@ -13,7 +13,6 @@ import hashlib
 import json
 import os
 import platform
-import shutil
 import stat
 import threading
 from collections.abc import Awaitable, Callable, Sequence
@@ -22,7 +21,7 @@ from typing import BinaryIO
 
 import msgspec
 
-from dsec import syscalls
+from dsec import syscalls, trees
 from dsec.errors import InvalidRequest, NodeError, NotFound, Unsupported
 from dsec.layers import diff, oci_model, tools, untar
 from dsec.layers.index import check_name
@@ -283,7 +282,7 @@ def convert_whiteouts(tree: Path) -> None:
             continue
         times = os.stat(parent)
         for name in odd:
-            shutil.rmtree(os.path.join(parent, name))
+            trees.remove(os.path.join(parent, name))
             directories.remove(name)
         for name in marks:
             os.unlink(os.path.join(parent, name))

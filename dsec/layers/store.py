@@ -28,6 +28,7 @@ from typing import Literal
 
 import msgspec
 
+from dsec import trees
 from dsec.errors import Conflict, InvalidRequest, NodeError, NotFound
 from dsec.layers import erofs, erofs_read, index, manifest, mounts, tools
 from dsec.layers.chunks import Filler
@@ -569,7 +570,7 @@ def _abandoned(path: Path) -> bool:
 
 def _remove_tree(path: Path) -> None:
     if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
+        trees.remove(path)
     else:
         path.unlink(missing_ok=True)
 
