@@ -13,6 +13,8 @@ from dsec.backends.guest.build import ensure
 from dsec.backends.guest.link import Link
 from dsec.model import ExecSpec, OpStatus
 
+# The agent under test is root among the machine's files: its devices at least it can neither remove nor replace.
+SHIELD = 'mount --rbind /dev /dev && mount -o remount,bind,ro /dev && exec "$@"'
 NO_HELP = "-sys_ptrace,-dac_read_search,-sys_admin,-perfmon"  # capabilities that a sandbox never has
 
 
@@ -28,6 +30,7 @@ class Box:
             self.unshare = subprocess.Popen(
                 [
                     *("unshare", "--pid", "--fork", "--kill-child", "--mount-proc"),
+                    *("sh", "-c", SHIELD, "sh"),
                     *("setpriv", f"--bounding-set={NO_HELP}", f"--inh-caps={NO_HELP}"),
                     *(str(program or ensure()), "--fd", str(self.fd), *arguments),
                 ],

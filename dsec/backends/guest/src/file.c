@@ -214,6 +214,14 @@ static int remove_one(int dir, const char *name) {
     return errno == EEXIST ? ENOTEMPTY : errno;
 }
 
+/* What is mounted somewhere below is not part of the tree: EBUSY, as rmdir would say of it. */
+static int open_to_empty(int dir, const char *name) {
+    struct open_how how = {.flags = O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC, .resolve = RESOLVE_NO_XDEV};
+    int fd = (int)syscall(SYS_openat2, dir, name, &how, sizeof how);
+    if (fd < 0 && errno == EXDEV) errno = EBUSY;
+    return fd;
+}
+
 /* Empties a tree of any depth with two descriptors: down by name, up by "..", which must be the directory that it was. `fd` is ours. */
 static int empty_deep(int fd) {
     struct place *up = malloc(64 * sizeof *up);
@@ -233,7 +241,7 @@ static int empty_deep(int fd) {
                 e = remove_one(fd, d->name);
                 if (e != ENOTEMPTY) continue;
                 struct stat st;
-                int next = openat(fd, d->name, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
+                int next = open_to_empty(fd, d->name);
                 e = next < 0 || fstat(fd, &st) ? errno : 0;
                 if (!e && depth == cap) {
                     struct place *more = cap < DEEPEST ? realloc(up, 2 * cap * sizeof *up) : NULL;
@@ -271,7 +279,7 @@ static int empty_deep(int fd) {
 static int remove_at(int dir, const char *name, bool recursive, int depth) {
     int e = remove_one(dir, name);
     if (e != ENOTEMPTY || !recursive) return e;
-    int fd = openat(dir, name, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
+    int fd = open_to_empty(dir, name);
     if (fd < 0) return errno == ENOENT ? 0 : errno;
     if (depth >= DEEP) { /* one descriptor a level up to here */
         e = empty_deep(fd);
