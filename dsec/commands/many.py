@@ -105,6 +105,7 @@ def info_command(settings: Settings, sandbox_id: str) -> None:
         ("processes", f"{usage.pids if usage else '?'} of {limits.pids}"),
         ("disk", f"{size_text(usage.disk) if usage else '?'} of {size_text(limits.disk)}"),
         ("addresses", ", ".join(info.addresses)),
+        ("began from", info.checkpoint),
         ("paused", paused_line(info)),
         ("not enforced", ", ".join(info.degraded)),
         ("exit", f"{info.exit.reason}: {info.exit.detail}".rstrip(": ") if info.exit else ""),
