@@ -53,6 +53,21 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "completion": ("bus", "Print a completion script for a shell."),
 }
 
+OF_OTHERS = {  # what Docker and others call it
+    "ps": "ls",
+    "list": "ls",
+    "rm": "stop",
+    "kill": "stop",
+    "ssh": "shell",
+    "connect": "shell",
+    "start": "create",
+    "unpause": "resume",
+    "stats": "top",
+    "images": "layer list",
+    "build": "layer build",
+    "pull": "layer pull",
+}
+
 
 class Lazy(click.Group):
     """A group whose commands are imported when they are used."""
@@ -78,7 +93,8 @@ class Lazy(click.Group):
         except click.UsageError:
             import difflib
 
-            near = difflib.get_close_matches(args[0], COMMANDS, n=1) if args else []
+            ours = OF_OTHERS.get(args[0]) if args else None
+            near = [ours] if ours else difflib.get_close_matches(args[0], COMMANDS, n=1) if args else []
             hint = f"; did you mean {near[0]}?" if near else ""
             raise click.UsageError(f"no such command: {args[0]}{hint}", ctx) from None
 

@@ -79,6 +79,8 @@ class Engine:
                 yield self.client
         except aiodocker.DockerError as error:
             raise NodeError(f"docker: cannot {what}: {error.message}", sandbox=sandbox, reason="docker") from error
+        except TimeoutError as error:
+            raise NodeError(f"docker: cannot {what}: no answer within {timeout:g} s", sandbox=sandbox, reason="docker") from error
         except (aiohttp.ClientError, OSError) as error:
             raise NodeError(f"docker: cannot {what}: {error}", sandbox=sandbox, reason="docker") from error
 
@@ -152,6 +154,9 @@ class Engine:
                 if last or error.status != 409:  # 409: somebody else is removing it
                     raise NodeError(f"docker: cannot remove {name}: {error.message}", reason="docker") from error
                 await asyncio.sleep(0.2)
+            except TimeoutError as error:
+                text = f"docker: cannot remove {name}: no answer within {LAUNCH_TIMEOUT:g} s"
+                raise NodeError(text, reason="docker") from error
             except (aiohttp.ClientError, OSError) as error:
                 raise NodeError(f"docker: cannot remove {name}: {error}", reason="docker") from error
 

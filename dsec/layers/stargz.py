@@ -30,6 +30,7 @@ TOC_DIGEST = "containerd.io/snapshot/stargz/toc.digest"
 FOOTER = 51  # bytes
 MAX_TOC = 256 << 20
 MAX_CHUNK = 64 << 20
+MAX_DEPTH = 256  # directories in a name
 _TOC_NAME = "stargz.index.json"
 _OWN = frozenset({_TOC_NAME, ".prefetch.landmark", ".no.prefetch.landmark"})
 _PAYLOAD = re.compile(rb"([0-9a-f]{16})STARGZ")
@@ -286,7 +287,7 @@ def _whiteout() -> Node:
 
 def _clean(name: str) -> str:
     parts = [part for part in name.split("/") if part not in ("", ".")]
-    if ".." in parts or "\0" in name or any(len(part.encode("utf-8", "surrogateescape")) > 255 for part in parts):
+    if len(parts) > MAX_DEPTH or ".." in parts or "\0" in name or any(len(part.encode("utf-8", "surrogateescape")) > 255 for part in parts):
         raise InvalidRequest("a name that leads out of the image, or cannot be one", field="image", value=name)
     return "/".join(parts)
 
@@ -296,7 +297,10 @@ def _xattrs(given: dict[str, str]) -> dict[str, bytes]:
     found = {}
     for key, value in given.items():
         if (key.startswith("user.") and not key.startswith("user.overlay.")) or key == "security.capability":
-            found[key] = base64.b64decode(value)
+            try:
+                found[key] = base64.b64decode(value)
+            except ValueError:
+                raise Unsupported("an extended attribute that cannot be read", value=key, reason="estargz") from None
     return found
 
 

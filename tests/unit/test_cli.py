@@ -68,6 +68,8 @@ print("ok")
     [
         (["nonsense"], 2, "no such command"),
         (["exce", "x"], 2, "did you mean exec"),
+        (["ps"], 2, "did you mean ls?"),
+        (["pull", "x"], 2, "did you mean layer pull?"),
         (["run"], 2, "IMAGE"),
         (["exec", "no-id", "--", "true"], 125, "not a sandbox id"),
         (["info", "no-id"], 2, "ids look like"),

@@ -33,6 +33,8 @@ def entry(name: str, **more: Any) -> stargz.Entry:
         ([entry("a", offset=100)], Unsupported),
         ([entry("a", uid=70_000)], Unsupported),
         ([entry("s", type="symlink")], InvalidRequest),
+        ([entry("d/" * 1000 + "a")], InvalidRequest),
+        ([entry("a", xattrs={"user.a": "a"})], Unsupported),
     ],
 )
 def test_tables_that_cannot_be_believed(entries: list[stargz.Entry], error: type[Exception]) -> None:
