@@ -14,6 +14,8 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+import aiofiles
+
 from dsec.errors import Unsupported
 from dsec.layers import blobrange, manifest, oci, oci_model, stargz, tools
 from dsec.layers.erofs_write import BLOCK, Writer
@@ -77,7 +79,8 @@ async def _put(store: LayerStore, layer: stargz.Layer, image: Path, info: LayerI
     await tools.in_thread(_write, layer, image)
     if not layer.digests:  # nothing will have to come
         return (await store.put_image(image, "", LayerInfo(digest="", stored="erofs", size=0, source=info.source, at="/"))).digest
-    meta = await tools.in_thread(image.read_bytes)
+    async with aiofiles.open(image, "rb") as file:
+        meta = await file.read()
     known = manifest.Manifest(
         v=VERSION_ORIGIN,
         meta=hashlib.sha256(meta).hexdigest(),

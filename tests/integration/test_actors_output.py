@@ -134,12 +134,12 @@ async def test_an_unknown_operation_is_told_to_who_asks(box: Box) -> None:
 
 async def test_exec_is_idempotent_by_its_operation(box: Box) -> None:
     """The same op twice runs once and answers the same."""
-    bus, sandbox = await _running(box, "echo once")
+    bus, sandbox = await _running(box, "echo other")
     subject = subjects.sandbox("main", "exec", ME, sandbox)
-    spec = ExecSpec(argv=("/bin/sh", "-c", "echo once"))
-    replies = [await bus.call(subject, ExecRequest(op=OP, spec=spec, wait_ms=2000), ExecReply, timeout=5) for _ in range(2)]
+    order = ExecRequest(op=f"{2:032x}", spec=ExecSpec(argv=("/bin/sh", "-c", "echo once")), wait_ms=2000)
+    replies = [await bus.call(subject, order, ExecReply, timeout=5) for _ in range(2)]
     assert replies[0].status.stdout.data() == replies[1].status.stdout.data() == b"once\n"
-    assert len(box.nodes["n1"].guests[sandbox.ulid].ops) == 1
+    assert len(box.nodes["n1"].guests[sandbox.ulid].ops) == 2
 
 
 async def test_a_person_may_type_json(box: Box) -> None:
