@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
+from collections.abc import Callable
 from typing import NamedTuple
 
 import msgspec
@@ -41,14 +42,19 @@ class Piece(NamedTuple):
 
 
 class Pump:
-    """One reader on one operation. The newest that does not only view holds the streams: the command waits for it and for no other."""
+    """One reader on one operation. The newest that does not only view holds the streams: the command waits for it and for no other.
 
-    def __init__(self, bulk: Bus, subject: str, link: GuestLink, request: OutputRequest) -> None:
+    ``ended`` hears how the operation ended, before the reader does."""
+
+    def __init__(
+        self, bulk: Bus, subject: str, link: GuestLink, request: OutputRequest, ended: Callable[[OpStatus], object] = lambda _status: None
+    ) -> None:
         self.reader = request.reader
         self.op = request.op
         self._bulk = bulk
         self._subject = subject
         self._link = link
+        self._ended = ended
         self._from = (request.stdout, request.stderr)
         self._credit = request.credit
         self._acks = request.acks
@@ -122,6 +128,7 @@ class Pump:
                     await self._send_surely(OutputChunk(reader="", eof=True, offset=status.stdout.total))
                 while status.running and not self._closed:  # it has closed its output and goes on, or is being reaped just now
                     status = await self._link.wait(self.op, LAST_WAIT)
+                self._ended(status)
                 end = OutputChunk(reader="", end=True, status=bounded(status))
                 await self._send_surely(end)
                 await self._linger(end)

@@ -249,7 +249,8 @@ class Verbs:
         try:
             async with sandbox.awake(serving=False) as instance:
                 await instance.link.wait(request.op, 0)  # an unknown operation is told to the caller, not to the stream
-                pump = Pump(self.edge.bulk, subject, instance.link, request)
+                ended = functools.partial(self.edge.commands.ended, sandbox.record.ulid)
+                pump = Pump(self.edge.bulk, subject, instance.link, request, ended)
                 if self._readers.add(key, pump, request.replaces):
                     await instance.link.resize(request.op, *pump.size)
                 if not started.done():

@@ -80,6 +80,17 @@ async def test_all_commands_have_numbers(box: Box) -> None:
         assert [item.argv[-1] for item in await sb.commands()][:3] == ["echo 1", "exit 3", "echo 2"]
 
 
+async def test_the_end_of_a_command_that_was_streamed_is_in_the_log(box: Box) -> None:
+    """Whoever reads a command's output to its end has heard of its end: it is no longer shown as one that has only begun."""
+    async with box.client() as dsec:
+        sb = await dsec.create(SPEC)
+        async with sb.start("echo 1; exit 4") as process:
+            assert [event.data async for event in process] == [b"1\n"]
+            assert (await process.wait()).exit_code == 4
+        assert [(item.exit_code, item.ended_ts > 0) for item in await sb.commands()] == [(4, True)]
+        await sb.stop()
+
+
 async def test_a_step_outlives_the_edge(box: Box) -> None:
     """The Edge dies while the step runs: the next one waits for it, records it and answers; nothing runs twice."""
     async with box.client() as dsec:
