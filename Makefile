@@ -34,5 +34,5 @@ lock: setup ## write requirements.lock anew from pyproject.toml
 		--no-header --no-annotate --no-emit-index-url --quiet $(ARGS) -o requirements.lock
 
 clean: ## remove what was built here (.venv, caches, the guest binary)
-	rm -rf .venv .cache .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis build dist dsec/backends/guest/bin
+	rm -rf --one-file-system .venv .cache .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis build dist dsec/backends/guest/bin
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -6,7 +6,6 @@ import asyncio
 import os
 import platform
 import secrets
-import shutil
 import sys
 import tempfile
 import time
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import libdsec
-from dsec import syscalls
+from dsec import syscalls, trees
 from dsec.actors.up import Cluster
 from dsec.bus import subjects
 from dsec.bus.bus import Bus
@@ -155,7 +154,7 @@ async def session(
             session.driver += f" ({beats[-1].drivers.get('container', 'no driver')})"
             yield session
     finally:
-        await asyncio.to_thread(shutil.rmtree, state, True)
+        await asyncio.to_thread(trees.clear, state)
 
 
 async def answered(sandbox: libdsec.Sandbox) -> float:

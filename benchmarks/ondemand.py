@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
-import shutil
 import tempfile
 import time
 from argparse import Namespace
@@ -21,6 +20,7 @@ from pathlib import Path
 
 import libdsec
 from benchmarks import dockerpull, harness, peers, rangeserver
+from dsec import trees
 from dsec.actors.up import Cluster
 from dsec.layers import fetch, lazy
 from dsec.layers.bootstrap import bootstrap_debian
@@ -70,7 +70,7 @@ async def node(url: str, *, lazily: bool = True) -> AsyncIterator[libdsec.Client
                 await sandbox.exec("true")
             yield client
     finally:
-        await asyncio.to_thread(shutil.rmtree, state, True)
+        await asyncio.to_thread(trees.clear, state)
 
 
 async def work(client: libdsec.Client, image: str, command: str = "", want: str = ANSWER) -> tuple[float, libdsec.Sandbox]:
@@ -103,7 +103,7 @@ async def ready(digest: str, url: str) -> float:
         kit.close()
         return took
     finally:
-        await asyncio.to_thread(shutil.rmtree, place, True)
+        await asyncio.to_thread(trees.clear, place)
 
 
 async def targz(place: Path, url: str) -> float:
@@ -114,7 +114,7 @@ async def targz(place: Path, url: str) -> float:
     if await process.wait():
         raise RuntimeError("the tar.gz did not unpack")
     took = time.perf_counter() - started
-    await asyncio.to_thread(shutil.rmtree, place / "x", True)
+    await asyncio.to_thread(trees.clear, place / "x")
     return took
 
 
@@ -133,7 +133,7 @@ async def run(options: Namespace) -> dict[str, object]:
         async with rangeserver.serving(place / "remote", options.delay_ms) as server:
             return await measure(options, store, shared, digest, server, place)
     finally:
-        await asyncio.to_thread(shutil.rmtree, place, True)
+        await asyncio.to_thread(trees.clear, place)
 
 
 async def measure(

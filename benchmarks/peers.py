@@ -20,6 +20,8 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
+from dsec import trees
+
 NAMES = ("crun", "runc", "bwrap", "docker")
 SEARCH = os.environ.get("PATH", "") + ":/usr/local/sbin:/usr/sbin:/sbin"
 
@@ -277,7 +279,7 @@ async def child(name: str, rootfs: Path) -> None:
         print(json.dumps({"error": f"{type(error).__name__}: {error}"}), flush=True)
     finally:
         await runtime.close()
-        shutil.rmtree(folder, ignore_errors=True)
+        trees.clear(folder)
 
 
 if __name__ == "__main__":

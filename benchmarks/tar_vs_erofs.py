@@ -9,7 +9,6 @@ machine's disks (/proc/diskstats), with the unpacked trees on the same disk as t
 from __future__ import annotations
 
 import asyncio
-import shutil
 import tempfile
 import time
 from argparse import Namespace
@@ -17,6 +16,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from benchmarks import harness
+from dsec import trees
 
 ABOUT = "tasks on layers against tasks on unpacked tars, at several task lengths"
 KEYS = ("rows",)
@@ -66,7 +66,7 @@ async def run(options: Namespace) -> dict[str, object]:
                 facts = await harness.features(session, sandbox)
             return {"rows": rows, "parallel": options.parallel, "base": session.image, "features": facts, "driver": session.driver}
         finally:
-            await asyncio.to_thread(shutil.rmtree, place, True)
+            await asyncio.to_thread(trees.clear, place)
 
 
 async def row(options: Namespace, session: harness.Session, tar: Path, length: float) -> dict[str, object]:
@@ -97,7 +97,7 @@ async def row(options: Namespace, session: harness.Session, tar: Path, length: f
         tar_s, tar_written = await many(options.n, options.parallel, by_tar)
     finally:
         for number in range(options.n):
-            await asyncio.to_thread(shutil.rmtree, tar.parent / f"task{number}", True)
+            await asyncio.to_thread(trees.clear, tar.parent / f"task{number}")
     return {
         "task_s": length,
         "n": options.n,

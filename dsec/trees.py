@@ -2,17 +2,19 @@
 own /dev where a build that broke off has left it. So it is an error, and everything behind the mount stays.
 
 `shutil.rmtree` enters mounts, and has a frame of Python and a descriptor for each level; here there are two descriptors, however deep
-what a sandbox has made is. Both functions block: call them in a thread.
+what a sandbox has made is. All functions block: call them in a thread.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 from pathlib import Path
 
 from dsec import syscalls
 
+_TRIES = 3  # of `clear`: what is just ending may write there still, or remove its own
 _FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
@@ -58,6 +60,14 @@ def empty(path: str | Path) -> None:
                 return
     finally:
         os.close(fd)
+
+
+def clear(path: str | Path) -> None:
+    """`remove`, as far as that can be done: for temporary directories. What is mounted stays, with all that is behind it."""
+    for _ in range(_TRIES):
+        with contextlib.suppress(OSError):
+            remove(path)
+            return
 
 
 def _enter(above: int, name: str, path: str) -> int:

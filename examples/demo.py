@@ -13,7 +13,6 @@ import argparse
 import asyncio
 import os
 import secrets
-import shutil
 import signal
 import sys
 import tempfile
@@ -24,6 +23,7 @@ from pathlib import Path
 import msgspec
 
 import libdsec
+from dsec import trees
 from dsec.actors.up import Cluster
 from dsec.errors import DsecError
 from dsec.layers.bootstrap import bootstrap_debian
@@ -214,9 +214,9 @@ async def run(count: int, say: Reporter, cache: Path, store: str = "") -> Summar
     except DsecError as error:
         problems.append(f"{type(error).__name__}: {error}")
     finally:
-        await asyncio.to_thread(shutil.rmtree, state, True)
+        await asyncio.to_thread(trees.clear, state)
         if store and node_store != cache / "layers":
-            await asyncio.to_thread(shutil.rmtree, node_store, True)
+            await asyncio.to_thread(trees.clear, node_store)
     left = await gone(mark, state)
     problems += [text for member in members for text in member.all_problems()]
     problems += [f"left over: {line}" for name in left.__struct_fields__ for line in getattr(left, name)]

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import secrets
-import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from dsec.trees import clear
 from tests.census import Census
 
 pytest_plugins = ["tests.fixtures_bus", "tests.fixtures_backend", "tests.fixtures_client", "tests.fixtures_docker"]
@@ -37,7 +37,7 @@ def state_dir() -> Iterator[Path]:
     """A short private path (Unix sockets take 107 bytes at most), removed afterwards."""
     path = Path(tempfile.mkdtemp(prefix="dsec-t-", dir="/tmp"))
     yield path
-    shutil.rmtree(path, ignore_errors=True)
+    clear(path)
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
+from dsec import trees
 from dsec.backends.base import LaunchPlan
 from dsec.backends.plan import Node, make_plan
 from dsec.layers.mounts import LayerMount
@@ -109,11 +110,11 @@ def small_base(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LayerMount]
     made = subprocess.run(command, capture_output=True, check=False) if shutil.which("mkfs.erofs") else None
     disabled = os.environ.get("DSEC_DISABLE", "")
     if made and made.returncode == 0 and "erofs_file" not in disabled:
-        shutil.rmtree(place / "tree")
+        trees.remove(place / "tree")
         yield LayerMount(kind="erofs_file", source=str(image))
     else:
         yield LayerMount(kind="dir", source=str(place / "tree"))
-    shutil.rmtree(place, ignore_errors=True)
+    trees.clear(place)
 
 
 class OneLayer:

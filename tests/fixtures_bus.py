@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
@@ -14,6 +13,7 @@ from dsec.bus import Bus
 from dsec.bus.memory import Broker
 from dsec.bus.server import NatsServer
 from dsec.model import new_ulid
+from dsec.trees import clear
 
 Opener = Callable[..., Awaitable[Bus]]
 
@@ -47,7 +47,7 @@ async def any_bus(request: pytest.FixtureRequest) -> AsyncIterator[Opener]:
             async for opener in _opener(server.url):
                 yield opener
     finally:
-        shutil.rmtree(directory, ignore_errors=True)
+        clear(directory)
 
 
 async def _opener(url: str) -> AsyncIterator[Opener]:

@@ -15,6 +15,7 @@ import pytest
 
 from dsec import syscalls
 from dsec.config import DockerConfig
+from dsec.trees import clear
 
 SEARCH = os.environ.get("PATH", "") + ":/usr/local/sbin:/usr/sbin:/sbin"
 START_TIMEOUT = 60.0
@@ -103,7 +104,7 @@ class Dockerd:
             syscalls.umount2(point, syscalls.MNT_DETACH)
         for hierarchy in Path("/sys/fs/cgroup").glob(f"*/{self.group}"):
             hierarchy.rmdir()
-        shutil.rmtree(self.place, ignore_errors=True)
+        clear(self.place)
 
 
 @pytest.fixture(scope="session")

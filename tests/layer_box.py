@@ -10,7 +10,6 @@ import json
 import os
 import random
 import select
-import shutil
 import signal
 import socket
 import threading
@@ -26,6 +25,7 @@ from dsec.layers.manifest import CHUNK
 from dsec.layers.mounts import LayerMount
 from dsec.layers.remote import RemoteStore
 from dsec.layers.store import LayerStore
+from dsec.trees import clear
 
 
 def fill_tree(tree: Path, megabytes: int, seed: int = 7) -> dict[str, bytes]:
@@ -147,7 +147,7 @@ class Shared:
         return (await push(source, self.remote, "base")).digest
 
     def close(self) -> None:
-        shutil.rmtree(self.place, ignore_errors=True)
+        clear(self.place)
 
 
 class Box:
@@ -223,7 +223,7 @@ class Box:
             with contextlib.suppress(OSError):
                 os.close(fd)
         self.server.close()
-        shutil.rmtree(self.place, ignore_errors=True)
+        clear(self.place)
 
 
 def touched(path: Path) -> list[int]:

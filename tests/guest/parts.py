@@ -17,6 +17,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from dsec import trees
 from dsec.layers.bootstrap import bootstrap_debian, bootstrap_tiny
 from dsec.layers.mounts import open_layer
 from dsec.layers.store import LayerStore
@@ -140,7 +141,7 @@ def kernel(package: str) -> Path:
     target = CACHE / package
     if (target / "done").exists():
         return target
-    shutil.rmtree(target, ignore_errors=True)
+    trees.clear(target)
     target.mkdir(parents=True)
     subprocess.run(["apt-get", "-qq", "download", package], cwd=target, check=True, stdin=subprocess.DEVNULL)
     subprocess.run(["dpkg-deb", "-x", str(next(target.glob("*.deb"))), str(target)], check=True)
@@ -201,7 +202,7 @@ def site_packages() -> Path:
     kept = "\n".join(block for block in blocks if block.split("==")[0].lower() not in LEFT_OUT) + "\n"
     target = CACHE / f"site-{hashlib.sha256(kept.encode()).hexdigest()[:16]}"
     if not (target / "done").exists():
-        shutil.rmtree(target, ignore_errors=True)
+        trees.clear(target)
         target.mkdir(parents=True)
         (CACHE / "guest.lock").write_text(kept)
         pip = [
@@ -249,7 +250,7 @@ def second_disk(stage: Path, command: str, store: LayerStore) -> Path:
         )
     image = stage / "opt.erofs"
     subprocess.run(["mkfs.erofs", "--quiet", "--all-root", str(image), str(tree)], check=True, stdout=subprocess.DEVNULL)
-    shutil.rmtree(tree)
+    trees.remove(tree)
     return image
 
 

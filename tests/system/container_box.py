@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-import shutil
 import tempfile
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -15,6 +14,7 @@ import libdsec
 from dsec.actors.up import Cluster
 from dsec.layers.importer import import_dir
 from dsec.layers.store import LayerStore
+from dsec.trees import clear
 from libdsec import Client, Sandbox
 from tests.fixtures_backend import build_small_base
 
@@ -32,7 +32,7 @@ async def cluster() -> AsyncIterator[Cluster]:
         async with cluster:
             yield cluster
     finally:
-        await asyncio.to_thread(shutil.rmtree, place, ignore_errors=True)
+        await asyncio.to_thread(clear, place)
 
 
 @pytest_asyncio.fixture(loop_scope="module")

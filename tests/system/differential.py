@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from dsec.layers.mounts import LayerMount
+from dsec.trees import clear
 from tests.fixtures_backend import Yard, build_small_base, sh
 from tests.system.views import View, differences, filters, look, verdicts
 
@@ -104,7 +105,7 @@ async def container(driver: str, mount: LayerMount) -> View:
         return await asyncio.to_thread(seen, box.pid)
     finally:
         await yard.close()
-        shutil.rmtree(place, ignore_errors=True)
+        clear(place)
 
 
 def docker(daemon: Any, tree: Path) -> View:
@@ -203,7 +204,7 @@ async def main() -> None:
         for key, each in left.items():
             sys.stdout.write(f"no reason: {key} {json.dumps(each)}\n")
     finally:
-        await asyncio.to_thread(shutil.rmtree, place, True)
+        await asyncio.to_thread(clear, place)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from dsec.backends.guest.link import Link
 from dsec.bus import codec
 from dsec.errors import Conflict, Denied, DsecError, InvalidRequest, NotFound, SandboxError
 from dsec.model import FileReply, FileRequest
+from dsec.trees import clear
 from tests.system.aether_box import Box
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="pid namespaces need root")
@@ -48,7 +49,7 @@ def memory_root() -> Iterator[Path]:
     """In memory: thousands of directories on a busy disk take as long as its journal likes."""
     place = Path(tempfile.mkdtemp(prefix="dsec-t-", dir="/dev/shm"))
     yield place
-    subprocess.run(["rm", "-rf", place], check=True)  # shutil recurses
+    clear(place)
 
 
 async def ask(link: Link, verb: str, path: Path | str, **fields: object) -> FileReply:

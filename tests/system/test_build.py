@@ -18,6 +18,7 @@ import libdsec
 from dsec.actors.up import Cluster
 from dsec.layers.importer import import_dir
 from dsec.layers.store import LayerConfig, LayerStore
+from dsec.trees import clear
 from tests.fixtures_backend import build_small_base
 
 pytestmark = [pytest.mark.needs("root", "cgroup", "oci", "guest"), pytest.mark.asyncio(loop_scope="module")]
@@ -105,7 +106,7 @@ async def cluster() -> AsyncIterator[Cluster]:
         async with cluster:
             yield cluster
     finally:
-        await asyncio.to_thread(shutil.rmtree, place, ignore_errors=True)
+        await asyncio.to_thread(clear, place)
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
-import shutil
 import tempfile
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -21,6 +20,7 @@ from dsec.layers.pull import Puller, pull
 from dsec.layers.remote import RemoteStore
 from dsec.layers.store import LayerStore
 from dsec.model import LayerRef
+from dsec.trees import clear
 from tests.fixtures_backend import build_small_base
 from tests.oci_box import Layout, Served, tar_of, tar_of_tree
 from tests.s3_box import REGION, server
@@ -215,4 +215,4 @@ async def test_a_node_starts_on_an_image_that_another_one_pulled(tmp_path: Path)
                 assert (await sandbox.exec("echo $FLAVOUR; ls /bin/sh")).stdout.text == "x\n/bin/sh\n"
                 assert list((two.layer_store / "blobs").glob("*.data.map")), "all of it was fetched before it was asked for"
     finally:
-        await asyncio.to_thread(shutil.rmtree, place, ignore_errors=True)
+        await asyncio.to_thread(clear, place)

@@ -8,7 +8,6 @@ import hashlib
 import json
 import os
 import secrets
-import shutil
 import subprocess
 import sys
 import tarfile
@@ -28,6 +27,7 @@ from dsec.layers.oci_model import Descriptor, parse
 from dsec.layers.pull import pull
 from dsec.layers.registry import Registry
 from dsec.layers.store import LayerStore
+from dsec.trees import clear
 from libdsec import Client
 from tests.fixtures_backend import build_small_base
 from tests.oci_box import OTHER, Layout, docker_config, push, registry, tar_of, tar_of_tree, tools_missing
@@ -368,7 +368,7 @@ async def cluster(tmp_path: Path) -> AsyncIterator[Cluster]:
         async with Cluster(place, edges=(f"t{secrets.token_hex(4)}",), overrides=overrides) as cluster:
             yield cluster
     finally:
-        await asyncio.to_thread(shutil.rmtree, place, ignore_errors=True)
+        await asyncio.to_thread(clear, place)
 
 
 async def check(client: Client, image: str, **options: Any) -> None:

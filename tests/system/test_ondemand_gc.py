@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import shutil
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ from dsec.layers.fetch import NodeLayers
 from dsec.layers.importer import import_dir
 from dsec.layers.remote import RemoteStore
 from dsec.layers.store import LayerStore
+from dsec.trees import clear
 from tests.fixtures_backend import Yard
 from tests.system.test_ondemand_nodes import SMALL, Base, hashed, prepared
 
@@ -67,7 +67,7 @@ async def test_gc_during_a_burst_takes_nothing_that_is_used(leftovers: object, y
         collector.cancel()
         await asyncio.gather(collector, return_exceptions=True)
         base.server.close()
-        shutil.rmtree(tmp_path / "base", ignore_errors=True)
+        clear(tmp_path / "base")
 
 
 def _base(place: Path) -> Base:

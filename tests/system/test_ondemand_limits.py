@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import errno
 import os
-import shutil
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from dsec.layers.fetch import NodeLayers
 from dsec.layers.mounts import bitmap
 from dsec.layers.remote import RemoteStore
 from dsec.layers.store import LayerStore
+from dsec.trees import clear
 from tests.fixtures_backend import Yard
 from tests.layer_box import Box, Shared
 from tests.system.test_ondemand_nodes import SMALL, Base, hashed, prepared
@@ -99,7 +99,7 @@ async def test_a_layer_that_cannot_be_guarded_is_fetched_whole(
         await box.stop()
     finally:
         base.server.close()
-        shutil.rmtree(tmp_path / "base", ignore_errors=True)
+        clear(tmp_path / "base")
 
 
 def _base(place: Path) -> Base:

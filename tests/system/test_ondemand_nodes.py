@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import hashlib
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -24,6 +23,7 @@ from dsec.layers.fetch import NodeLayers, push
 from dsec.layers.remote import RemoteStore
 from dsec.layers.store import LayerStore
 from dsec.model import MIB, ExecSpec, ExitReason, LayerRef, Resources
+from dsec.trees import clear
 from tests.fixtures_backend import Yard, build_small_base
 from tests.layer_box import Server
 
@@ -87,7 +87,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Any:
     made = Base(place)
     yield made
     made.server.close()
-    shutil.rmtree(place, ignore_errors=True)
+    clear(place)
 
 
 @pytest.fixture

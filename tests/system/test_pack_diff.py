@@ -19,6 +19,7 @@ import libdsec
 from dsec.actors.up import Cluster
 from dsec.layers.importer import import_dir
 from dsec.layers.store import LayerStore
+from dsec.trees import clear
 from libdsec import Client, InvalidRequest, Sandbox, SandboxGone
 from tests.fixtures_backend import build_small_base
 
@@ -123,7 +124,7 @@ async def cluster() -> AsyncIterator[Cluster]:
         async with cluster:
             yield cluster
     finally:
-        await asyncio.to_thread(shutil.rmtree, place, ignore_errors=True)
+        await asyncio.to_thread(clear, place)
 
 
 @pytest_asyncio.fixture(loop_scope="module")

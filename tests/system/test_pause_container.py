@@ -20,6 +20,7 @@ from dsec.layers.importer import import_dir
 from dsec.layers.store import LayerStore
 from dsec.model import State
 from dsec.qos.swap import Swap
+from dsec.trees import clear
 from tests.census import Census
 
 pytestmark = [
@@ -70,7 +71,7 @@ async def cluster(kind: str) -> AsyncIterator[Cluster]:
         async with cluster_with(place, f"t{secrets.token_hex(4)}", kind) as (cluster, _):
             yield cluster
     finally:
-        await asyncio.to_thread(shutil.rmtree, place, ignore_errors=True)
+        await asyncio.to_thread(clear, place)
 
 
 @pytest_asyncio.fixture(loop_scope="module")

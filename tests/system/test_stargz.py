@@ -7,7 +7,6 @@ import hashlib
 import os
 import random
 import secrets
-import shutil
 import tempfile
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -23,6 +22,7 @@ from dsec.layers import diff
 from dsec.layers.fetch import NodeLayers
 from dsec.layers.pull import Puller, pull
 from dsec.layers.store import LayerStore
+from dsec.trees import clear
 from tests import stargz_box
 from tests.fixtures_backend import build_small_base
 from tests.oci_box import Layout, Served, tar_of, tar_of_tree
@@ -108,7 +108,7 @@ async def cluster() -> AsyncIterator[Cluster]:
         async with Cluster(place, edges=(f"t{secrets.token_hex(4)}",), overrides={"edge": {"sweep_ms": 200}, "layers": layers}) as cluster:
             yield cluster
     finally:
-        await asyncio.to_thread(shutil.rmtree, place, ignore_errors=True)
+        await asyncio.to_thread(clear, place)
 
 
 @pytest.mark.needs("cgroup", "oci", "guest")

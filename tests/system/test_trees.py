@@ -7,7 +7,6 @@ import contextlib
 import hashlib
 import io
 import os
-import shutil
 import subprocess
 import sys
 import tarfile
@@ -20,6 +19,7 @@ import pytest_asyncio
 import libdsec
 from dsec.actors.up import Cluster
 from dsec.model import FileReply, FileRequest
+from dsec.trees import clear
 from libdsec import Client, Denied, InvalidRequest, NotFound, Sandbox, SandboxError
 from tests.system.small_cluster import ROOMY, client, cluster, sandbox
 from tests.unit.test_tar import END, HOSTILE
@@ -328,7 +328,7 @@ async def test_a_cancelled_transfer_leaves_nothing(sandbox: Sandbox, tmp_path: P
             break
         await asyncio.sleep(0.1)
     assert await services(sandbox) == []
-    await asyncio.to_thread(shutil.rmtree, tmp_path / "back", ignore_errors=True)
+    await asyncio.to_thread(clear, tmp_path / "back")
     assert (await sandbox.exec("echo well")).stdout == b"well\n"
 
 
