@@ -125,12 +125,12 @@ class Registry:
                 async with self._get(f"{self._base}/blobs/{digest}", asked) as response:
                     if response.status != 206:
                         raise Unsupported(f"{self.reference.registry} does not give parts of blobs", field="image", reason="range")
-                    data = b""
+                    data = bytearray()
                     while len(data) < length and (piece := await response.content.read(length - len(data))):
                         data += piece
                     if len(data) < length:
                         raise Unavailable("the download broke off", field="image", value=digest)
-                    return data
+                    return bytes(data)
         raise AssertionError("an attempt returns or raises")
 
     async def _feed(self, blob: Descriptor, feed: _Feed) -> None:

@@ -30,6 +30,7 @@ TOC_DIGEST = "containerd.io/snapshot/stargz/toc.digest"
 FOOTER = 51  # bytes
 MAX_TOC = 256 << 20
 MAX_CHUNK = 64 << 20
+MAX_MEMBER = 2 * MAX_CHUNK  # bytes of a blob that must be fetched for one chunk
 MAX_DEPTH = 256  # directories in a name
 _TOC_NAME = "stargz.index.json"
 _OWN = frozenset({_TOC_NAME, ".prefetch.landmark", ".no.prefetch.landmark"})
@@ -158,6 +159,8 @@ class _Tree:
         self._check_whole()
         cuts = sorted({row[3].offset for row in self.rows})
         following = dict(pairwise([*cuts, self.end]))
+        if any(until - at > MAX_MEMBER for at, until in following.items()):
+            raise Unsupported("a chunk that can only be fetched with too much beside it", reason="estargz")
         origin = Origin(
             starts=tuple(row[0] for row in self.rows),
             lengths=tuple(row[1] for row in self.rows),
@@ -186,7 +189,10 @@ class _Tree:
         length = entry.chunk_size or file.size - entry.chunk_offset
         if not entry.chunk_digest.startswith("sha256:") or len(entry.chunk_digest) != 71:
             raise Unsupported("the layer's table gives no digest of a chunk", reason="estargz")
-        if not (0 < length <= MAX_CHUNK and entry.chunk_offset >= 0 and entry.chunk_offset + length <= file.size and entry.offset > 0):
+        if (
+            not (0 < length <= MAX_CHUNK and entry.chunk_offset >= 0 and entry.chunk_offset + length <= file.size and entry.offset > 0)
+            or not 0 <= entry.inner_offset <= MAX_CHUNK
+        ):
             raise Unsupported("a chunk that cannot be", reason="estargz")
         digest = entry.chunk_digest.removeprefix("sha256:")
         self.rows.append((blob + entry.chunk_offset, length, digest, entry, blob + file.size))

@@ -33,6 +33,8 @@ def entry(name: str, **more: Any) -> stargz.Entry:
         ([entry("a", offset=100)], Unsupported),
         ([entry("a", uid=70_000)], Unsupported),
         ([entry("s", type="symlink")], InvalidRequest),
+        ([entry("a", inner_offset=-1)], Unsupported),
+        ([entry("a", inner_offset=1 << 40)], Unsupported),
         ([entry("d/" * 1000 + "a")], InvalidRequest),
         ([entry("a", xattrs={"user.a": "a"})], Unsupported),
     ],
@@ -41,6 +43,15 @@ def test_tables_that_cannot_be_believed(entries: list[stargz.Entry], error: type
     """What would give other bytes or another tree than the archive is refused."""
     with pytest.raises(error):
         stargz.layer(stargz.Toc(version=1, entries=entries), 50)
+
+
+def test_what_is_fetched_for_a_chunk_is_bounded() -> None:
+    """A table that makes a reader of ten bytes fetch half of a huge blob is refused; the layer is unpacked instead."""
+    table = [entry("a"), entry("b", offset=5 + stargz.MAX_MEMBER)]
+    assert len(stargz.layer(stargz.Toc(version=1, entries=table), 10 + stargz.MAX_MEMBER).digests) == 2
+    table = [entry("a"), entry("b", offset=6 + stargz.MAX_MEMBER)]
+    with pytest.raises(Unsupported):
+        stargz.layer(stargz.Toc(version=1, entries=table), 10 + stargz.MAX_MEMBER)
 
 
 def test_a_table_becomes_a_tree() -> None:
