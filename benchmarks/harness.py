@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import platform
+import random
 import secrets
 import sys
 import tempfile
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
 CACHE = Path(__file__).resolve().parent.parent / ".cache"
 MIB = 1 << 20
+_SETTLE = 0.1  # seconds between two measurements
 
 
 class WrongAnswer(RuntimeError):
@@ -199,17 +201,20 @@ async def features(session: Session, sandbox: libdsec.Sandbox) -> dict[str, obje
 async def interleave(
     rounds: int, ways: Mapping[str, Callable[[], Awaitable[float]]], warm_up: int = 3, *, may_fail: Container[str] = ()
 ) -> tuple[dict[str, list[float]], dict[str, str]]:
-    """Take every way once a round, in turning order, so that a change of the machine's load meets all alike. Warm-ups are not counted.
+    """Take every way once a round, in an order of chance and after a pause, so that a change of the machine's load meets all alike and
+    nobody pays for what another's end leaves to do (a daemon's clean-up goes on after its answer). Warm-ups are not counted.
 
     Returns the milliseconds by way, and why a way of ``may_fail`` is missing: it is left out from its first failure on.
     """
     times: dict[str, list[float]] = {name: [] for name in ways}
     failed: dict[str, str] = {}
     names = list(ways)
+    chance = random.Random(0)
     for number in range(-warm_up, rounds):
-        for name in names[number % len(names) :] + names[: number % len(names)]:
+        for name in chance.sample(names, len(names)):
             if name in failed:
                 continue
+            await asyncio.sleep(_SETTLE)
             try:
                 took = await ways[name]()
             except Exception as error:

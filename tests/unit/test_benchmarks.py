@@ -104,7 +104,7 @@ def test_ratio_is_null_without_a_peer() -> None:
 
 
 async def test_interleaving_takes_every_way_once_a_round() -> None:
-    """Each way is taken once in each round, warm-up rounds are not counted, and each way goes first in its turn."""
+    """Each way is taken once in each round, warm-up rounds are not counted, and none always follows the same other."""
     order: list[str] = []
 
     def way(name: str):
