@@ -146,6 +146,8 @@ def many(verb: str, help_: str) -> click.Command:
         results = run(work())
         if settings.json:
             emit([{"id": item.id, "error": item.error} | ({"paused": item.paused} if verb == "pause" else {}) for item in results])
+        if not results and (label or everything):
+            click.echo("dsec: no sandbox matches", err=True)
         for result in results:
             if result.error is not None:
                 click.echo(f"dsec: {result.id}: {result.error.message}", err=True)

@@ -244,7 +244,10 @@ class _Tree:
             above, _, leaf = path.rpartition("/")
             node = self.made[path] = _directory()
             self.implicit.add(path)
-            self._parent(above).children[leaf.encode("utf-8", "surrogateescape")] = node
+            key, children = leaf.encode("utf-8", "surrogateescape"), self._parent(above).children
+            if key in children:  # a whiteout: taken away, and made anew by this layer
+                self.opaque.append(path)
+            children[key] = node
         if not stat.S_ISDIR(node.mode):
             raise Unsupported("a name below a link", value=path, reason="estargz")
         return node

@@ -80,6 +80,16 @@ def test_a_table_becomes_a_tree() -> None:
     assert b"stargz.index.json" not in found.root.children
 
 
+def test_what_is_taken_away_stays_away_below_a_name_that_is_only_implied() -> None:
+    """A whiteout followed by a file below its name is a directory that hides what lower layers have there."""
+    table = [entry("d/.wh.e", size=0), entry("d/e/f", offset=5)]
+    found = stargz.layer(stargz.Toc(version=1, entries=table), 50)
+    folder = found.root.children[b"d"].children[b"e"]
+    assert stat.S_ISDIR(folder.mode)
+    assert b"opaque" in folder.xattrs
+    assert list(folder.children) == [b"f"]
+
+
 def test_a_footer_says_where_the_table_is() -> None:
     """As the format's document has it; anything else is no eStargz."""
     assert stargz.toc_offset(stargz.footer(0x1234)) == 0x1234
