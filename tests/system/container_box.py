@@ -46,3 +46,18 @@ async def client(cluster: Cluster) -> AsyncIterator[Client]:
 async def sandbox(client: Client) -> AsyncIterator[Sandbox]:
     async with client.sandbox("small", **SMALL) as sandbox:
         yield sandbox
+
+
+async def living(box: Sandbox, command: str) -> int:
+    """How many processes inside have exactly this command line. Not by ps, which an image need not have."""
+    count = "n=0; for c in /proc/[0-9]*/cmdline; do [ \"$(tr '\\0' ' ' <$c)\" = \"$WANTED \" ] && n=$((n + 1)); done 2>/dev/null; echo $n"
+    return int((await box.exec(count, env={"WANTED": command}, check=True)).stdout)
+
+
+async def comes_to(box: Sandbox, command: str, count: int) -> bool:
+    """Whether that many such processes live within ten seconds."""
+    for _ in range(100):
+        if await living(box, command) == count:
+            return True
+        await asyncio.sleep(0.1)
+    return False

@@ -13,7 +13,7 @@ import pytest
 import libdsec
 from dsec.actors.up import Cluster
 from libdsec import Client, DeadlineExceeded, InvalidRequest, NotFound, Sandbox, SandboxError
-from tests.system.container_box import SMALL, client, cluster, sandbox
+from tests.system.container_box import SMALL, client, cluster, comes_to, living, sandbox
 
 __all__ = ["client", "cluster", "sandbox"]
 
@@ -53,7 +53,7 @@ async def test_session_keeps_its_shell(sandbox: Sandbox) -> None:
         assert (await shell.run("echo c")).stdout == b"c\n"
         async with shell.start("echo a; sleep 0.1; pwd") as process:
             assert [line async for line in process.lines()] == ["a", "/tmp"]
-        assert (await sandbox.exec("ps ax | grep -c '[s]leep 63'")).stdout == b"0\n"
+        assert await living(sandbox, "sleep 63") == 0
 
 
 async def test_a_session_survives_its_client(client: Client, cluster: Cluster, sandbox: Sandbox) -> None:
@@ -145,8 +145,7 @@ async def test_c08_c11_background_children_do_not_hold(sandbox: Sandbox) -> None
     result = await sandbox.exec("sleep 61 & setsid sleep 61 & echo done")
     assert result.stdout == b"done\n"
     assert time.monotonic() - began < 1
-    found = "until [ $(ps ax | grep -c '[s]leep 61') = 2 ]; do sleep 0.1; done"  # a child may still be on its way to become sleep
-    assert (await sandbox.exec(found, timeout=20)).exit_code == 0
+    assert await comes_to(sandbox, "sleep 61", 2)  # a child may still be on its way to become sleep
 
 
 async def test_c10_cancel_kills_the_tree(sandbox: Sandbox) -> None:
@@ -156,8 +155,7 @@ async def test_c10_cancel_kills_the_tree(sandbox: Sandbox) -> None:
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    counts = [(await sandbox.exec("ps ax | grep -c '[s]leep 62'; sleep 0.05")).stdout for _ in range(5)]
-    assert counts[-1] == b"0\n"
+    assert await comes_to(sandbox, "sleep 62", 0)
 
 
 async def test_signals_and_exit_codes(sandbox: Sandbox) -> None:
