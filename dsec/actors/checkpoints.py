@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import structlog
 
+from dsec import faults
 from dsec.actors.host import Resolved
 from dsec.backends.base import PackOrder
 from dsec.bus.messages import CheckpointRequest
@@ -128,6 +129,7 @@ class Checkpoints:
         except BaseException:
             self._freeing[name] = self.edge.host.planner(spec)
             raise
+        faults.reached("capture.kept")
         self.known[sid] = checkpoint
         self.edge.changed(sandbox, "checkpointed", {"checkpoint": sid, "name": request.name, "digest": layer.digest, "size": layer.size})
         return checkpoint
@@ -182,6 +184,7 @@ class Checkpoints:
                     log.error("checkpoint.not_dropped", error=str(error))
                     self.known |= {each.id: each for each in gone}
                     return
+                faults.reached("capture.dropped")
                 for each in gone:
                     if (planner := self.edge.host.planners.get(each.spec.backend)) is not None:
                         self._freeing[self._prefix + SandboxId.parse(each.id).ulid] = planner

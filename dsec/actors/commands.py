@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import structlog
 
+from dsec import faults
 from dsec.actors.store import CommandRow, Record, Store
 from dsec.errors import Conflict, DsecError, InvalidRequest, NodeError, NotFound, SandboxGone
 from dsec.model import Captured, Command, ExecSpec, OpStatus
@@ -231,10 +232,13 @@ class Commands:
         async with sandbox.awake(deadline) as instance:
             command = _command(its.number(), op, step, spec)
             known = Step(seq=command.seq, op=op, digest=digest, command=command)
+            faults.reached("step.begun")
             await self._put(ulid, step, known, command)
             its.steps[step] = known
+            faults.reached("step.recorded")
             try:
                 await instance.link.start(op, spec)
+                faults.reached("step.started")
             except (InvalidRequest, NotFound, Conflict):  # nothing runs
                 del its.steps[step]
                 await self._store.drop_commands(ulid, [known.seq])
@@ -256,7 +260,9 @@ class Commands:
                     ) from None  # fmt: skip
                 if spec is None:
                     raise
+                faults.reached("step.asked")
                 await instance.link.start(known.op, spec)
+                faults.reached("step.again")
         self._wait(sandbox, step, known)
 
     def _wait(self, sandbox: Sandbox, step: str, known: Step) -> None:
@@ -272,7 +278,9 @@ class Commands:
                 pass
             status = _bounded(status)
             command = _with_end(begun, status)
+            faults.reached("step.ended")
             await self._put(ulid, step, known, command, status)
+            faults.reached("step.kept")
         except (DsecError, asyncio.CancelledError) as error:
             known.result = None  # who asks again finds out
             if not future.done():
@@ -287,6 +295,7 @@ class Commands:
         self._at_hand(ulid, known.seq, status)
         future.set_result(status)
         self._emit("step", sandbox.record, _copy(command, status))
+        faults.reached("step.told")
 
     async def _put(self, ulid: str, step: str, known: Step, command: Command, status: OpStatus | None = None) -> None:
         entry = _encode(Kept(command, known.digest))

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import msgspec
 import structlog
 
+from dsec import faults
 from dsec.actors import capacity, leases
 from dsec.actors.checkpoints import Checkpoints
 from dsec.actors.commands import Commands
@@ -92,6 +93,7 @@ class Edge:
         await self._adopt(list(records), fenced)
         await self.commands.recover(self.sandboxes.get)
         await self.checkpoints.recover()
+        faults.reached("adopt.recovered")
         self.adopting = False
         gc.collect()
         gc.freeze()  # adopted sandboxes live long: later collections need not walk them
@@ -122,14 +124,17 @@ class Edge:
                 if how is not None:
                     ends[record.ulid] = how
             await asyncio.sleep(0)  # heartbeats between the slices
+        faults.reached("adopt.found")
         for name, backend in self.host.backends.items():
             freed = await backend.reap(frozenset(survivors))
             if freed:
                 log.info("edge.reaped", backend=name, count=len(freed))
+        faults.reached("adopt.reaped")
         for number, record in enumerate(live):
             if number % SLICE == SLICE - 1:
                 await asyncio.sleep(0)  # ten thousand at once would hold the loop for half a second
             self._take_up(record, survivors.get(record.ulid), fenced, ends.get(record.ulid), now)
+        faults.reached("adopt.taken")
         log.info("edge.adopted", alive=len(survivors), ended=len(live) - len(survivors), remembered=len(self.ended))
 
     async def _find(self, record: Record) -> tuple[Instance, bool] | None:

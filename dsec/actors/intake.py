@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from dsec import faults
 from dsec.actors import capacity
 from dsec.actors.cancelled import Cancelled
 from dsec.actors.host import Resolved
@@ -109,7 +110,9 @@ class Intake:
                 else:
                     new.append(outcome)
                     self._inserts[outcome.record.ulid] = stored
+            faults.reached("create.admitted")
             await edge.store.insert([sandbox.record for sandbox in new])
+            faults.reached("create.recorded")
         except BaseException as error:
             for sandbox in new:
                 self._forget(sandbox)
@@ -122,6 +125,7 @@ class Intake:
             if not stored.done():
                 stored.set_result(None)
         self._enqueue(request, new)
+        faults.reached("create.announced")
         await self._known(request, known)
         accepted = [sandbox.record.index for sandbox in new] + [index for index, _ in known]
         return LaunchReply(edge=edge.name, accepted=tuple(accepted), refused=tuple(refused), load=edge.load())

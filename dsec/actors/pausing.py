@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
+from dsec import faults
 from dsec.actors.lifecycle import On
 from dsec.backends.base import Broken, Undone
 from dsec.errors import DeadlineExceeded, SandboxGone, Unsupported
@@ -30,11 +31,14 @@ async def pause(sandbox: Sandbox, deadline: float | None, idle: bool) -> Paused:
     if idle and sandbox.clocks.busy:
         return Paused(note="it is in use")
     sandbox.feed(On.PAUSE)
+    faults.reached("pause.asked")
     _wake_polls(sandbox)
     await _quiesce(sandbox)
+    faults.reached("pause.quiet")
     if sandbox.within(State.STOPPING, State.STOPPED):
         raise sandbox.gone()
     await _move(sandbox, On.PAUSED_OK, On.PAUSE_UNDONE)
+    faults.reached("pause.told")
     return sandbox.record.paused or Paused()
 
 
@@ -44,14 +48,17 @@ async def resume(sandbox: Sandbox, deadline: float | None) -> None:
     if sandbox.state is State.RUNNING:
         return
     await sandbox.keeper.reserve(sandbox, deadline)
+    faults.reached("resume.reserved")
     if sandbox.state is not State.PAUSED:
         # it was stopped while it waited for room; what was reserved meanwhile is given back where it ends
         if sandbox.within(State.STOPPED):
             sandbox.keeper.release(sandbox)
         raise sandbox.gone()
     sandbox.feed(On.RESUME)
+    faults.reached("resume.asked")
     try:
         await _move(sandbox, On.RESUMED_OK, On.RESUME_UNDONE)
+        faults.reached("resume.told")
     finally:
         if sandbox.state is State.PAUSED:
             sandbox.keeper.release(sandbox)
@@ -61,10 +68,13 @@ async def complete(sandbox: Sandbox) -> None:
     """An Edge died in the middle of this pause: it is frozen, and its memory may still be where it was."""
     instance = sandbox.instance
     if sandbox.state is State.PAUSED and instance is not None:
+        faults.reached("pause.found")
         paused = await instance.pause()
+        faults.reached("pause.given")
         if sandbox.within(State.PAUSED):
             sandbox.record.paused = paused
             await sandbox.keeper.store.update(sandbox.write())
+            faults.reached("pause.completed")
 
 
 async def outcome(sandbox: Sandbox, op: str, wait: float) -> OpStatus:
@@ -120,8 +130,10 @@ async def _move(sandbox: Sandbox, ok: On, undone: On) -> None:
     try:
         if ok is On.PAUSED_OK:
             sandbox.record.paused = await sandbox.instance.pause()
+            faults.reached("pause.frozen")
         else:
             await sandbox.instance.resume()
+            faults.reached("resume.thawed")
             sandbox.record.paused = None
     except Undone as error:
         sandbox.feed(undone, detail=str(error))

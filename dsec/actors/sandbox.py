@@ -15,6 +15,7 @@ from typing import Protocol
 import msgspec
 import structlog
 
+from dsec import faults
 from dsec.actors import pausing
 from dsec.actors.lifecycle import Clocks, Do, Life, On, Story, step
 from dsec.actors.store import Record, Store
@@ -177,11 +178,13 @@ class Sandbox:
         if self.state is not State.PENDING:
             return
         self.feed(On.PLACED)
+        faults.reached("create.placed")
         self._launching = asyncio.current_task()
         try:
             limit = asyncio.get_running_loop().time() + self.deadline - time.monotonic() if self.deadline else None
             async with asyncio.timeout_at(limit):
                 await self.backend.prepare(self.plan)
+                faults.reached("create.prepared")
                 instance = await self.backend.launch(self.plan)
         except TimeoutError as error:
             self._launching = None
@@ -203,6 +206,7 @@ class Sandbox:
             log.error("sandbox.launch_crashed", sandbox=self.id, error=repr(error), exc_info=error)
             self.feed(On.LAUNCH_FAILED, detail=f"{type(error).__name__}: {error}")
             return
+        faults.reached("create.launched")
         self._launching = None
         self.hold(instance)
         if not self.within(State.CREATING):
@@ -214,8 +218,10 @@ class Sandbox:
         except DsecError as error:
             self.feed(On.LAUNCH_FAILED, detail=str(error))
             return
+        faults.reached("create.running")
         if self.within(State.CREATING):
             self.feed(On.READY)
+            faults.reached("create.ready")
 
     launch_error: DsecError | None = None
 
@@ -235,6 +241,7 @@ class Sandbox:
             launching.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await asyncio.wait([launching])
+        faults.reached("stop.begun")
         pause, longest = RELEASE_PAUSE
         while True:
             try:
@@ -251,6 +258,7 @@ class Sandbox:
                 self.feed(On.RELEASE_FAILED, detail=repr(error))
             await asyncio.sleep(pause)
             pause = min(longest, pause * 2)
+        faults.reached("stop.released")
         self.instance = None
         self.record.state, self.record.exit = State.STOPPED, self.life.exit
         self.record.ended_ts = time.time()
@@ -263,7 +271,9 @@ class Sandbox:
                 if error.value == "closed":
                     break
                 await asyncio.sleep(longest)
+        faults.reached("stop.recorded")
         self.feed(On.RELEASED)
+        faults.reached("stop.told")
 
     grace = 0.0
 
@@ -280,6 +290,7 @@ class Sandbox:
         self.grace = max(self.grace, grace)
         waited = self.within(State.PENDING)
         self.feed(On.STOP, how)
+        faults.reached("stop.asked")
         while not self.within(State.STOPPED):
             await self.changed(deadline)
         if waited:  # it held nothing, so it did not pass through release, which writes the end
@@ -337,10 +348,13 @@ class Sandbox:
         instance, origin = self.instance, self.state
         assert instance is not None
         self.feed(On.CAPTURE)
+        faults.reached("capture.asked")
         try:
             if origin is State.RUNNING:  # an Edge that finds it in capturing thaws it
                 await self.keeper.store.update(self.write())
+            faults.reached("capture.recorded")
             layer = await instance.pack_diff(order, origin is State.PAUSED, lambda: self.feed(On.CAPTURED))
+            faults.reached("capture.packed")
         except Broken as error:
             if self.within(State.STOPPING, State.STOPPED):
                 raise self.gone() from None
@@ -359,6 +373,7 @@ class Sandbox:
             raise self.gone()
         if origin is State.RUNNING:
             await self.keeper.store.update(self.write())
+        faults.reached("capture.settled")
         self.keeper.changed(self, "packed", {"name": layer.name, "digest": layer.digest, "size": layer.size})
         return layer
 

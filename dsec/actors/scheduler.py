@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 import msgspec
 import structlog
 
+from dsec import faults
 from dsec.actors import burst as bursts
 from dsec.actors.burst import Batch, Slice
 from dsec.actors.placement import Picture, Requirement, requirement
@@ -179,6 +180,7 @@ class Scheduler:
         )
         taken.tell_at = loop.time() + TELL_AFTER
         self._spawn(self._drive(taken))
+        faults.reached("create.asked")
         return CreateAck(scheduler=self.name)
 
     def _spawn(self, coroutine: object) -> None:
@@ -247,6 +249,7 @@ class Scheduler:
                     return
                 try:
                     timeout = min(left, self.config.launch_timeout_ms / 1000)
+                    faults.reached("create.sent")
                     reply = await self.bus.call(subject, _launch_request(s, batch, left), LaunchReply, timeout=timeout)
                 except Unavailable as error:
                     if error.reason == "no_responders":
@@ -269,6 +272,7 @@ class Scheduler:
                         self._tell_failed(s, [s.fail(index, error) for index, _ in batch.pairs])
                     return
                 else:
+                    faults.reached("create.answered")
                     self._answered(s, batch, reply)
                     return
         except Exception as error:  # a fault of ours: the caller is told at once, instead of waiting for its deadline

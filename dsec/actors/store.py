@@ -22,6 +22,7 @@ from urllib.parse import quote
 import msgspec
 import structlog
 
+from dsec import faults
 from dsec.errors import Conflict, NodeError
 from dsec.model import Exit, LayerRef, Paused, SandboxSpec, State
 
@@ -445,7 +446,9 @@ def _transaction(db: sqlite3.Connection) -> Any:
         with contextlib.suppress(sqlite3.Error):
             db.execute("ROLLBACK")
         raise
+    faults.reached("store.commit")
     db.execute("COMMIT")
+    faults.reached("store.committed")
 
 
 def _settle(futures: list[asyncio.Future[None]]) -> None:

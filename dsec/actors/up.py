@@ -47,6 +47,7 @@ class Child:
         self.log_path = folder / f"{name}.log"
         self.config_path = folder / f"{name}.toml"
         self.death = death  # the signal that it gets when the parent dies
+        self.environment: dict[str, str] = {}  # beside ours
         self.process: asyncio.subprocess.Process | None = None
         self.ready: dict[str, Any] = {}
 
@@ -71,6 +72,7 @@ class Child:
             await file.write(configs.dump(self.config))
         env = {key: value for key, value in os.environ.items() if not (key.startswith(configs.ENV_PREFIX) and "__" in key)}
         env[configs.ENV_FILE] = str(self.config_path)
+        env |= self.environment
         async with aiofiles.open(self.log_path, "ab") as output:
             self.process = await asyncio.create_subprocess_exec(
                 sys.executable,

@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from dsec import faults
 from dsec.actors.edge import Edge
 from dsec.actors.pump import Pump, Readers, bounded
 from dsec.actors.sandbox import Sandbox, ended
@@ -168,8 +169,11 @@ class Verbs:
         sandbox = self._live(context)
         if request.spec is not None:
             async with sandbox.awake(context.deadline) as instance:
+                faults.reached("exec.awake")
                 status = await instance.link.start(request.op, _with_defaults(request.spec, sandbox))
+                faults.reached("exec.started")
             seq = 0 if request.spec.service else await self.edge.commands.begun(sandbox.record.ulid, request.op, request.spec)
+            faults.reached("exec.numbered")
             if status.running and not request.wait_ms:
                 return ExecReply(status=bounded(status), seq=seq, stood_ms=sandbox.stood_ms)
             # One that has ended was asked for before: `outcome` brings its captured output as well.
@@ -180,6 +184,8 @@ class Verbs:
 
     async def _outcome(self, sandbox: Sandbox, context: Context, request: ExecRequest) -> ExecReply:
         status = await sandbox.outcome(request.op, _wait(context, request.wait_ms))
+        if not status.running:
+            faults.reached("exec.ended")
         seq = self.edge.commands.ended(sandbox.record.ulid, status)
         return ExecReply(status=bounded(status), seq=seq, stood_ms=sandbox.stood_ms)
 

@@ -21,7 +21,7 @@ from typing import Any, Protocol, TypeVar
 import msgspec
 import structlog
 
-from dsec import syscalls, trees
+from dsec import faults, syscalls, trees
 from dsec.backends import criu, disk, orphans, runtime
 from dsec.backends.base import Capabilities, LaunchPlan, Undone
 from dsec.backends.driver import Driver, Site
@@ -328,12 +328,14 @@ class ContainerBackend:
             self._ends[plan.ulid] = End()
             try:
                 listener, procs = await self._in(self._makers, self._make, plan)
+                faults.reached("create.made")
                 link = self._link(plan)
                 # The listener is there, so it is called before anybody serves it: the agent finds the call when it begins.
                 call = self._spawn(link.reach()) if self.driver.early else None
                 try:
                     pid = await self.driver.start(plan, listener, procs)
                     link.expect(pid)
+                    faults.reached("create.started")
                 except BaseException:
                     await link.close()
                     if call is not None:
@@ -446,12 +448,14 @@ class ContainerBackend:
                 await asyncio.wait_for(end.seen.wait(), EXIT_TIMEOUT)
             except TimeoutError as error:
                 raise NodeError(f"the sandbox did not end within {EXIT_TIMEOUT} s of SIGKILL", sandbox=ulid, reason="kill") from error
+        faults.reached("stop.killed")
         instance = self._instances.pop(ulid, None)
         if instance is not None:
             await instance.link.close()
         await self._in(self._breakers, self._remove, ulid)
         if unwired is not None:
             await unwired
+        faults.reached("stop.removed")
         await self._holder.request("forget", ulids=[ulid])
         self._ends.pop(ulid, None)
 

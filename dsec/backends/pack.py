@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
+from dsec import faults
 from dsec.backends.base import Broken, LaunchPlan, PackOrder, Undone
 from dsec.errors import DsecError, SandboxGone
 from dsec.layers import diff, tools
@@ -65,6 +66,7 @@ async def pack_upper(
             stop = threading.Event()
             try:
                 async with _standing_still(instance.id, paused, freeze):
+                    faults.reached("capture.frozen")
                     loop, read = asyncio.get_running_loop(), asyncio.Event()
                     job = tools.in_thread(
                         diff.draw,
@@ -83,6 +85,7 @@ async def pack_upper(
                 frozen_ms = 0.0 if paused else (time.perf_counter() - begun) * 1e3
                 thawed()
                 drawn = await asyncio.shield(drawing)
+                faults.reached("capture.drawn")
             finally:
                 if drawing is not None and not drawing.done():  # we are cancelled, or it cannot be thawed
                     stop.set()
@@ -98,6 +101,7 @@ async def pack_upper(
         if order.image is not None:
             meta = msgspec.structs.replace(meta, stack=parents)
         ref = await shelf.put_image(image, order.name, meta)
+        faults.reached("capture.put")
     return PackedLayer(
         name=ref.name,
         digest=ref.digest,

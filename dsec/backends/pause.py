@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 import structlog
 
+from dsec import faults
 from dsec.backends.base import Undone
 from dsec.config import PauseConfig
 from dsec.errors import NodeError
@@ -70,6 +71,7 @@ class Pauser:
         self._awake.pop(ulid, None)
         began = time.perf_counter()
         await self.freeze(ulid, True)
+        faults.reached("pause.still")
         frozen = time.perf_counter()
         freeze_ms = round((frozen - began) * 1e3, 2)
         if not self.swap.active or not reclaim:
