@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-import shutil
 import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -15,12 +14,11 @@ import pytest_asyncio
 
 import libdsec
 from dsec.actors.up import Cluster
-from dsec.layers.bootstrap import bootstrap_tiny
-from dsec.layers.importer import import_dir
 from dsec.layers.store import LayerStore
 from dsec.model import State
 from dsec.qos.swap import Swap
 from dsec.trees import clear
+from tests.busybox_box import busybox
 from tests.census import Census
 
 pytestmark = [
@@ -83,28 +81,10 @@ async def sb(cluster: Cluster) -> AsyncIterator[libdsec.Sandbox]:
 @asynccontextmanager
 async def cluster_with(state_dir: Path, edge: str, kind: str) -> AsyncIterator[tuple[Cluster, libdsec.client.Client]]:
     cluster = Cluster(state_dir, edges=(edge,), overrides={"pause": {"swap": kind, "swap_bytes": 512 << 20}, "edge": {"sweep_ms": 100}})
-    await base(LayerStore(cluster.layer_store))
+    await busybox(LayerStore(cluster.layer_store))
     async with cluster, libdsec.connect(cluster.url) as dsec:
         yield cluster, dsec
     assert own_swap(cluster) == ""
-
-
-async def base(store: LayerStore) -> None:
-    """The layer "busybox"; of this machine's own, where it has one: it may have no archive to fetch it from."""
-    if (program := shutil.which("busybox")) is None:
-        await bootstrap_tiny(store)
-        return
-    with tempfile.TemporaryDirectory() as place:
-        tree = Path(place)
-        for name in ("bin", "tmp", "proc", "sys", "dev", "etc", "root"):
-            (tree / name).mkdir()
-        shutil.copy2(program, tree / "bin/busybox")
-        names = await asyncio.create_subprocess_exec(program, "--list", stdout=asyncio.subprocess.PIPE)
-        for name in (await names.communicate())[0].decode().split():
-            if name != "busybox":
-                (tree / "bin" / name).symlink_to("busybox")
-        (tree / "tmp").chmod(0o1777)
-        await import_dir(store, tree, "busybox")
 
 
 async def hold(sb: libdsec.Sandbox) -> str:
