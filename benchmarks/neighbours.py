@@ -11,7 +11,7 @@ from benchmarks import harness
 
 ABOUT = "a small command in one sandbox, before and while others of its node are hostile"
 KEYS = ("before_p50_ms", "during_p50_ms", "before_p99_ms", "during_p99_ms", "factor")
-DEFAULTS = {"n": 400, "rounds": 10, "hostile": 1, "kind": "fork", "cpus": 0.5}
+DEFAULTS = {"n": 400, "rounds": 10, "hostile": 1, "kind": "fork", "cpus": 1.0}
 
 # What each kind of hostile sandbox runs, for ever. The process limit of the sandbox bounds the fork bomb.
 KINDS = {

@@ -208,3 +208,16 @@ async def test_a_followed_command_is_fast(link: Link) -> None:
     print(f"{rate:.0f} MiB/s")
     assert got == size
     assert rate > 150
+
+
+async def test_many_small_writes_wake_the_agent_seldom(box: Box) -> None:
+    """A command that writes line by line is read in pieces: each wake-up of the agent disturbs the sandbox's neighbours (c22)."""
+
+    def switches() -> int:
+        lines = Path(f"/proc/{box.pid}/status").read_text().splitlines()
+        return next(int(line.split()[1]) for line in lines if line.startswith("voluntary_ctxt_switches"))
+
+    before = switches()
+    done = await run(box.link(), "python3", "-c", COUNT.format(n=50_000), head=MIB)
+    assert done.stdout.data() == b"".join(b"%07d\n" % i for i in range(50_000))
+    assert switches() - before < 2_500, "the agent woke for single lines"

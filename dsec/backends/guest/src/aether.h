@@ -117,7 +117,10 @@ struct stream {
     struct watch w;
     struct op *op; /* NULL: the operation is forgotten, the pipe is only drained */
     struct stream *next_orphan;
+    struct stream *next_resting;
     bool eof, tty, lost;
+    uint8_t small;                /* small reads in a row */
+    int64_t read_at, rest_until;  /* milliseconds; rest_until: 0 while it does not rest */
     uint64_t total, limit; /* limit: no byte beyond it belongs to the operation */
     uint32_t head_cap, tail_cap, ring_cap;
     uint8_t *head, *ring;
@@ -222,6 +225,8 @@ void stream_event(struct stream *s);
 void stream_interest(struct stream *s);
 void stream_finish(struct stream *s);
 void stream_drain(struct stream *s);
+void stream_attend(struct stream *s);
+void stream_timers(int64_t now, int64_t *next);
 void stream_forget(struct stream *s);
 void stream_shed(struct stream *s); /* free what it captured, keep the counter */
 size_t stream_kept(const struct stream *s);

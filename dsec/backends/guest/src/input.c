@@ -48,6 +48,7 @@ void op_input(struct conn *c, uint32_t request, const uint8_t *body, size_t n) {
         accepted(c, request, op->in_offset);
         return;
     }
+    for (int i = 0; i < 2; i++) stream_attend(op->out[i]);
     uint64_t skip = op->in_offset - in.offset; /* a repeat: already accepted */
     if (skip > in.n) skip = in.n;
     in.data += skip;

@@ -66,6 +66,7 @@ static void loop(struct watch *signals, bool trust_any_peer) {
         int64_t now = now_ms(), next = INT64_MAX;
         conn_timers(now, &next);
         op_timers(now, &next);
+        stream_timers(now, &next);
         pool_timers(now, &next);
         int wait = next == INT64_MAX ? -1 : next <= now ? 0 : next - now > 60000 ? 60000 : (int)(next - now);
         struct epoll_event e;
