@@ -5,7 +5,7 @@ FAST := tests/unit tests/contract tests/integration tests/system
 # The directories that exist: a checkout in the making still tests what is there.
 DIRS = $(wildcard $(FAST))
 
-.PHONY: setup test test-all demo lint lock clean help
+.PHONY: setup test test-all demo chaos lint lock clean help
 
 help: ## what can be made
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -22,6 +22,9 @@ test-all: ## the slow ones too: a Debian guest under QEMU, Docker, other Python 
 
 demo: setup ## the main job: a burst of 64 sandboxes replays a recorded agent trajectory
 	$(PY) -m examples.demo $(ARGS)
+
+chaos: setup ## kills everything at random under load and checks what is left: SEED= (0 = by chance), SECONDS= (default 300)
+	$(PY) -m tests.chaos --seed $(or $(SEED),0) --seconds $(or $(SECONDS),300) $(ARGS)
 
 lint: setup ## ruff, mypy and the import contracts (they are tests as well)
 	$(PY) -m ruff check .

@@ -229,10 +229,12 @@ class Many:
         subject = subjects.sandbox(self._wire.unit, verb, caller, sandbox)
         transport = await self._wire.bulk() if bulk else None
         if not repeat:
-            return await self._wire.ask(subject, message, type_, timeout=timeout, transport=transport)
+            return await self._wire.ask_edge(sandbox.edge, subject, message, type_, timeout=timeout, transport=transport)
         what = f"the node of sandbox {sandbox}"
         try:
-            return await self._wire.ask_again(subject, message, type_, timeout=timeout, each=each, transport=transport, what=what)
+            return await self._wire.ask_again(
+                subject, message, type_, timeout=timeout, each=each, transport=transport, what=what, edge=sandbox.edge
+            )
         except Unavailable:
             await self._raise_if_lost(sandbox)
             raise

@@ -33,6 +33,7 @@ E = TypeVar("E", bound=FromEdge)
 SILENCE = 10.0  # seconds that a request whose own time is longer still waits for somebody to be there
 FIRST_PAUSE, LONGEST_PAUSE = 0.05, 1.0
 LATE_MS = 3_000  # a node beats once a second
+SOON = 0.3  # seconds after which a request without an answer looks whether its Edge is still the one that was asked
 
 
 class Views:
@@ -45,6 +46,7 @@ class Views:
         self._came = float("-inf")
         self._complained = float("-inf")
         self._news = asyncio.Event()
+        self.bells: dict[asyncio.Timeout, tuple[str, str]] = {}  # of requests under way: their Edge, and its incarnation when known
 
     def take(self, msg: Msg) -> None:
         try:
@@ -57,6 +59,20 @@ class Views:
             return
         self._came = asyncio.get_running_loop().time()
         self._news.set()
+        if self.bells:
+            self._ring({node.edge: node.incarnation for node in self._newest.nodes})
+
+    def incarnation(self, edge: str) -> str:
+        """Of the Edge as last heard of; "" when it was not."""
+        nodes = self._newest.nodes if self._newest is not None else ()
+        return next((node.incarnation for node in nodes if node.edge == edge), "")
+
+    def _ring(self, now: Mapping[str, str]) -> None:
+        for bell, (edge, before) in self.bells.items():
+            if not before:
+                self.bells[bell] = (edge, now.get(edge, ""))
+            elif now.get(edge, before) != before and not bell.expired():
+                bell.reschedule(self._came)
 
     async def latest(self, timeout: float) -> ClusterView | None:
         if asyncio.get_running_loop().time() - self._came > self.STALE:
@@ -84,6 +100,7 @@ class Wire:
         self._transport: Transport | None = None
         self._bus: Bus | None = None
         self._views: Views | None = None
+        self._following: asyncio.Future[Subscription] | None = None
         self._bulk: Transport | None = None
         self._opening: asyncio.Lock | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -158,6 +175,36 @@ class Wire:
         """One request, one answer. Raises what the peer raised, `Unavailable` or `DeadlineExceeded`."""
         return await call.call(transport or self.guard(), subject, message, type_, timeout=timeout)
 
+    async def ask_edge(
+        self, edge: str, subject: str, message: Any, type_: type[T], *, timeout: float, transport: Transport | None = None
+    ) -> T:
+        """`ask` of that Edge. When it dies and is started again meanwhile its answer never comes: then the request ends as soon as the
+        Watcher has seen the new one, with `Unavailable` (reason ``restarted``), and may be repeated if it may be repeated at all."""
+        loop = asyncio.get_running_loop()
+        views = self._views
+        bell = asyncio.timeout(None)
+        timer = loop.call_later(SOON, self._watch_nodes, bell, edge) if views is None else None
+        try:
+            async with bell:
+                if views is not None:
+                    views.bells[bell] = (edge, views.incarnation(edge))
+                return await self.ask(subject, message, type_, timeout=timeout, transport=transport)
+        except TimeoutError:
+            if not bell.expired():
+                raise
+            raise Unavailable(f"{edge} was started anew: what the one before it was asked is lost", reason="restarted") from None
+        finally:
+            if timer is not None:
+                timer.cancel()
+            if self._views is not None:
+                self._views.bells.pop(bell, None)
+
+    def _watch_nodes(self, bell: asyncio.Timeout, edge: str) -> None:
+        """A request takes longer: from now on the views are heard."""
+        if not self.closed:
+            views = self._follow()
+            views.bells[bell] = (edge, views.incarnation(edge))
+
     async def ask_again(
         self,
         subject: str,
@@ -169,6 +216,7 @@ class Wire:
         silence: float | None = None,
         transport: Transport | None = None,
         what: str = "",
+        edge: str = "",
     ) -> T:
         """`ask`, repeated with jitter while nobody answers or all are busy. Only for requests that may be repeated.
 
@@ -177,14 +225,17 @@ class Wire:
             each: seconds for one attempt.
             silence: seconds without any answer after which `Unavailable` is raised; None = `timeout`.
             what: what does not answer, for the error's text.
+            edge: the Edge that is asked, if it is one: see `ask_edge`.
         """
         loop = asyncio.get_running_loop()
         end = loop.time() + min(timeout, timeout if silence is None else silence)
         pause = FIRST_PAUSE
         while True:
-            left = end - loop.time()
+            wait = max(0.05, min(each, end - loop.time()))
             try:
-                return await self.ask(subject, message, type_, timeout=max(0.05, min(each, left)), transport=transport)
+                if edge:
+                    return await self.ask_edge(edge, subject, message, type_, timeout=wait, transport=transport)
+                return await self.ask(subject, message, type_, timeout=wait, transport=transport)
             except Busy:
                 if loop.time() + pause >= end:
                     raise
@@ -204,11 +255,14 @@ class Wire:
 
     async def view(self, timeout: float = 1.5) -> ClusterView | None:
         """The Watcher's latest view of the cluster; None when none came in time. The first call waits for one, later ones do not."""
+        return await self._follow().latest(timeout)
+
+    def _follow(self) -> Views:
         self.guard()
         if self._views is None:
             self._views = Views()
-            await self.listen(subjects.view(self.unit), self._views.take)
-        return await self._views.latest(timeout)
+            self._following = asyncio.ensure_future(self.listen(subjects.view(self.unit), self._views.take))
+        return self._views
 
     async def everyone(self, verb: str, message: Any, type_: type[E], *, timeout: float, below: bool = False) -> tuple[list[E], list[str]]:
         """Every Edge's answer, and the names of those that the Watcher knows and that stayed silent for ``timeout`` seconds.
@@ -240,7 +294,7 @@ def is_silence(error: DsecError) -> bool:
     """Whether nobody answered, as opposed to somebody who answered with an error."""
     if isinstance(error, DeadlineExceeded):
         return error.field == "subject" or error.reason == "flush"
-    return error.reason in ("no_responders", "disconnected")
+    return error.reason in ("no_responders", "disconnected", "restarted")
 
 
 def unanswered(error: DsecError, what: str) -> Unavailable:
