@@ -33,6 +33,10 @@ class BusConfig(Room, frozen=True):
     url: Annotated[str, Meta(description="NATS server(s), separated by commas")] = "nats://127.0.0.1:4222"
     scale_unit: Annotated[str, Meta(pattern="^[A-Za-z0-9_-]{1,32}$", description="scale unit: the <u> of every subject")] = "main"
     creds: Annotated[str, Meta(description="file with NATS credentials; empty = none")] = ""
+    signing_key: Annotated[
+        str, Meta(description="file with the seed of the NATS account's key that Edges sign workers' credentials with; empty = none")
+    ] = ""
+    signing_account: Annotated[str, Meta(description="that account (A…) where the key is a signing key of it; empty = the key's own")] = ""
     connect_timeout_ms: Annotated[int, Meta(ge=100, description="how long a first connection may take")] = 5_000
     events_max_age_ms: Annotated[int, Meta(ge=60_000, description="age bound of the stream DSEC_EVENTS")] = 604_800_000
     events_max_bytes: Annotated[int, Meta(ge=1 << 20, description="size bound of the stream DSEC_EVENTS")] = GIB

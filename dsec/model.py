@@ -159,6 +159,16 @@ class PackedLayer(LayerRef, frozen=True, kw_only=True, omit_defaults=True):
     frozen_ms: float = 0.0  # how long the sandbox stood still
 
 
+class Worker(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What a sandbox may do that makes and drives others (`SandboxSpec.worker`): the job that it is the worker of.
+
+    This is the place where a job is narrowed. A worker's own workers never have more than it has."""
+
+    project: str = ""  # of the sandboxes that it makes: its own, or one below it
+    networks: tuple[str, ...] = ("none",)  # network modes that they may have
+    on_end: str = "stop"  # what becomes of them when it ends: stop | keep
+
+
 class SandboxSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Everything that makes a sandbox. ``image`` is the base layer; workspaces and toolkits stack above it, in order."""
 
@@ -186,6 +196,8 @@ class SandboxSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     exec_timeout_ms: int = 600_000  # default time-out of an exec; 0 = none
     best_effort: bool = False  # accept a node that cannot enforce all of it (it is named in the sandbox's info)
     checkpoint: str = ""  # id of the checkpoint that it begins from: its layers, and not what image, workspaces and toolkits mean now
+    worker: Worker | None = None  # it has a way to the bus, as the worker of a job
+    ends_with: str = ""  # id of a sandbox with whose end it ends
 
 
 class Checkpoint(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -28,6 +28,7 @@ from dsec.model import (
     SandboxSpec,
     Stat,
     State,
+    Worker,
 )
 from libdsec import blocking
 from libdsec.burst import Burst
@@ -85,6 +86,7 @@ __all__ = [
     "State",
     "Unavailable",
     "Unsupported",
+    "Worker",
     "blocking",
     "connect",
     "spec",

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Self
 
 import msgspec
 
+from dsec.bus.grants import LABEL
 from dsec.bus.messages import CheckpointReply, CheckpointRequest, CheckpointSelector, CheckpointsReply, ManyReply
 from dsec.errors import BurstError, DsecError, InvalidRequest, NotFound, Unavailable, from_body
 from dsec.model import Checkpoint, SandboxId, new_ulid
@@ -125,9 +126,10 @@ async def restore(
             raise NotFound("no such checkpoint, or its node is away", field="checkpoint", value=checkpoint, fix="see `dsec tree`")
         checkpoint = found[0]
     loss = loss or checkpoint.spec.on_client_loss
-    # A host name that was asked for is one sandbox's: each of these gets its own.
+    # A host name that was asked for is one sandbox's: each of these gets its own. So is the worker that it ended with.
+    labels = {name: value for name, value in checkpoint.spec.labels.items() if name != LABEL} | more
     spec = msgspec.structs.replace(
-        checkpoint.spec, checkpoint=checkpoint.id, hostname="", on_client_loss=loss, labels=checkpoint.spec.labels | more
+        checkpoint.spec, checkpoint=checkpoint.id, hostname="", on_client_loss=loss, labels=labels, ends_with=""
     )
     burst = client.burst(spec, count, 0, timeout)
     await burst.__aenter__()

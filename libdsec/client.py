@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self, Unpack
 
 from dsec.bus.messages import ClusterView, Event, Lease
-from dsec.bus.subjects import Caller
+from dsec.bus.subjects import OF_JOB, Caller, inbox
 from dsec.bus.transport import Msg, Subscription
 from dsec.errors import DsecError, InvalidRequest, Unavailable
 from dsec.model import Checkpoint, SandboxId, SandboxSpec, State, check_project, new_ulid
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from libdsec.checkpoint import Restored
 
 URL_VARIABLE, PROJECT_VARIABLE = "DSEC_URL", "DSEC_PROJECT"
+PRINCIPAL_VARIABLE, UNIT_VARIABLE = "DSEC_PRINCIPAL", "DSEC_UNIT"
 DEFAULT_URL = "nats://127.0.0.1:4222"
 STOP_PARALLEL = 64
 AFTERTHOUGHT = 120.0  # seconds in which a create that ended may still be answered
@@ -40,8 +41,8 @@ def connect(
     url: str | None = None,
     *,
     project: str | None = None,
-    principal: str = "local",
-    unit: str = "main",
+    principal: str | None = None,
+    unit: str | None = None,
     name: str | None = None,
     lease: str | None = None,
     lease_ttl: float = 30.0,
@@ -57,7 +58,8 @@ def connect(
     Args:
         url: NATS server(s); None = ``DSEC_URL``, or nats://127.0.0.1:4222.
         project: path such as ``acme/rl``; None = ``DSEC_PROJECT``, or ``default``.
-        principal: who asks. unit: the scale unit.
+        principal: who asks; None = ``DSEC_PRINCIPAL``, or ``local``. unit: the scale unit; None = ``DSEC_UNIT``, or ``main``.
+            In a worker these variables are set, and ``connect()`` is its job's.
         name: shown in nats-server's monitoring.
         lease: id of the job's lease, to be chosen when the job shall outlive this client: a restarted client that gives the
             same id takes its sandboxes up again. None = a lease that ends with this client.
@@ -71,8 +73,10 @@ def connect(
         raise wrong(f"must be a string, not {type(url).__name__}", "url", repr(url), "use nats://host:4222")
     chosen = url or os.environ.get(URL_VARIABLE) or DEFAULT_URL
     path = check_project(project or os.environ.get(PROJECT_VARIABLE) or "default")
-    for field, token_text in (("principal", principal), ("unit", unit)):
-        if not text(token_text, field, limit=64).replace("-", "").replace("_", "").isalnum() or not token_text.isascii():
+    principal = principal or os.environ.get(PRINCIPAL_VARIABLE) or "local"
+    unit = unit or os.environ.get(UNIT_VARIABLE) or "main"
+    for field, token_text in (*(("principal", part) for part in principal.split(OF_JOB)), ("unit", unit)):
+        if not text(token_text, field, limit=80).replace("-", "").replace("_", "").isalnum() or not token_text.isascii():
             raise wrong("is not a usable name", field, token_text, "use A-Z a-z 0-9 _ -")
     ttl = milliseconds(lease_ttl, "lease_ttl")
     if not 1_000 <= ttl <= 86_400_000:
@@ -87,6 +91,7 @@ def connect(
         "password": password,
         "tls_ca": tls_ca,
         "connect_timeout": connect_timeout,
+        "inbox": inbox(principal) if OF_JOB in principal else "",  # a job hears nothing else
     }
     wire = Wire(chosen, options, unit, Caller(principal, path))
     return Client(wire, Lease(id=lease or new_ulid(), ttl_ms=ttl), named=lease is not None)
@@ -166,6 +171,8 @@ class Client(Many, Named):
             on_client_loss: "stop" (default), "pause" or "keep", when this client's lease lapses.
             ttl: seconds of life; None = no bound. exec_timeout: default of `Sandbox.exec` (600).
             isolation, devices, node_labels, arch: which nodes may take it. best_effort: accept one that cannot enforce all of it.
+            worker: True, or a `Worker` that says what it may: inside, ``libdsec.connect()`` makes and drives sandboxes of the job
+                whose worker it is; they end with it. ends_with: the id of a sandbox with whose end this one ends.
 
         Raises: `InvalidRequest` at once; on entering `NotFound` (a layer), `Busy`, `Denied`, `Unsupported`, `Unavailable`,
         `DeadlineExceeded`.

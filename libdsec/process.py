@@ -119,7 +119,7 @@ class Process:
         try:
             self._bulk = await self._wire.bulk()
             sid = self._sandbox._id
-            subject = subjects.output(self._wire.unit, sid, self.op, self._wire.caller.project)
+            subject = subjects.output(self._wire.unit, sid, self.op, self._wire.caller)
             self._subscription = await self._wire.listen(subject, self._on_chunk, transport=self._bulk)
             self._wire.on_reconnect.append(self._ask_again)
             await self._bulk.flush()

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Literal, TypedDict, Unpack
 
 from dsec.errors import InvalidRequest
-from dsec.model import GIB, MIB, ExecSpec, LayerRef, NetworkPolicy, Qos, Resources, SandboxSpec
+from dsec.model import GIB, MIB, ExecSpec, LayerRef, NetworkPolicy, Qos, Resources, SandboxId, SandboxSpec, Worker, check_project
 
 ARG_LIMIT = 128 * 1024 - 1  # MAX_ARG_STRLEN of Linux, less the closing NUL: one string of argv or env
 COMMAND_LIMIT = 768 * 1024  # argv and env together: below NATS' 1 MiB payload and the kernel's own limit
@@ -66,6 +66,8 @@ class Options(TypedDict, total=False):
     ttl: float | None
     exec_timeout: float | None
     best_effort: bool
+    worker: bool | Worker
+    ends_with: str
 
 
 def wrong(message: str, field: str, value: object = "", fix: str = "") -> InvalidRequest:
@@ -217,6 +219,21 @@ def network_policy(value: str | Iterable[str]) -> NetworkPolicy:
     return NetworkPolicy(mode="rules", rules=rules) if rules else NetworkPolicy()
 
 
+def worker_limits(value: bool | Worker) -> Worker | None:
+    if value is False:
+        return None
+    if value is True:
+        return Worker()
+    if not isinstance(value, Worker):
+        raise wrong("is not a worker's description", "worker", value, "use True or libdsec.Worker(…)")
+    if value.project:
+        check_project(value.project)
+    for mode in several(value.networks, "worker.networks", 'use ("none",) or ("none", "open")'):
+        choice(mode, "worker.networks", ("none", "open"))
+    choice(value.on_end, "worker.on_end", ("stop", "keep"))
+    return value
+
+
 def option_meant(name: str) -> str:
     """The fix for an option that there is not: the likely one, or all of them."""
     known = sorted(Options.__annotations__)
@@ -272,6 +289,8 @@ def spec(image: str, **options: Unpack[Options]) -> SandboxSpec:
         ttl_ms=milliseconds(get("ttl"), "ttl"),
         exec_timeout_ms=milliseconds(get("exec_timeout", 600), "exec_timeout"),
         best_effort=get("best_effort", False),
+        worker=worker_limits(get("worker", False)),
+        ends_with=str(SandboxId.parse(text(get("ends_with"), "ends_with"))) if get("ends_with") else "",
     )
     if sum(len(key) + len(value) for key, value in result.env.items()) > 256 * 1024:
         raise wrong("is more than 256 KiB in all", "env", "", "put large values into a file with files.write")

@@ -67,7 +67,8 @@ SMALL = Resources(memory=96 * MIB, disk=32 * MIB, inodes=4096, pids=64)
 BASE = LayerRef(name="small", digest="sha256:" + "5" * 64)
 
 
-def _libraries(binary: str) -> set[str]:
+def libraries_of(binary: str) -> set[str]:
+    """Paths of the shared libraries that a program or an extension of Python needs."""
     out = subprocess.run(["ldd", binary], capture_output=True, text=True, check=False).stdout
     return set(re.findall(r"(/\S+\.so\S*)", out))
 
@@ -83,14 +84,14 @@ def build_small_base(root: Path) -> None:
         if source is None:
             continue
         shutil.copy2(os.path.realpath(source), root / "bin" / program)
-        needed |= _libraries(source)
+        needed |= libraries_of(source)
     version = os.path.basename(os.path.realpath("/usr/bin/python3"))
     library = root / "usr" / "lib" / version
     skip = shutil.ignore_patterns("test", "idlelib", "tkinter", "ensurepip", "lib2to3", "config-*", "*.pyc", "dist-packages")
     shutil.copytree(f"/usr/lib/{version}", library, ignore=skip, symlinks=True, ignore_dangling_symlinks=True)
     (root / "usr" / "bin").symlink_to("../bin")
     for extension in library.glob("lib-dynload/*.so"):
-        needed |= _libraries(str(extension))
+        needed |= libraries_of(str(extension))
     for path in needed:
         target = root / path.lstrip("/")
         target.parent.mkdir(parents=True, exist_ok=True)

@@ -19,6 +19,7 @@ from dsec import faults
 from dsec.actors.host import Resolved
 from dsec.backends.base import PackOrder
 from dsec.bus.messages import CheckpointRequest
+from dsec.bus.subjects import owns
 from dsec.errors import Busy, Conflict, DsecError, InvalidRequest, NodeError, NotFound, Unsupported
 from dsec.layers.index import PASSING
 from dsec.model import Checkpoint, LayerRef, SandboxId, SandboxSpec
@@ -138,7 +139,7 @@ class Checkpoints:
     async def resolve(self, spec: SandboxSpec, principal: str, project: str) -> Resolved:
         """The layers of a sandbox that begins from one. Raises `NotFound`."""
         checkpoint = self.known.get(spec.checkpoint)
-        if checkpoint is None or (checkpoint.principal, checkpoint.project) != (principal, project):
+        if checkpoint is None or checkpoint.project != project or not owns(principal, checkpoint.principal):
             raise NotFound("no such checkpoint", field="checkpoint", value=spec.checkpoint, fix="see `dsec tree`")
         if spec.backend != checkpoint.spec.backend:
             raise InvalidRequest("the checkpoint is another backend's", field="backend", value=spec.backend, fix=checkpoint.spec.backend)

@@ -28,10 +28,12 @@ from dsec.actors.lifecycle import On, Story, adoption
 from dsec.actors.news import Reporter
 from dsec.actors.sandbox import Sandbox
 from dsec.actors.store import Record, Store
+from dsec.actors.workers import Workers
 from dsec.backends.base import Instance, LaunchPlan
 from dsec.bus import subjects
 from dsec.bus.bus import Bus
 from dsec.bus.messages import Event, Failed, Heartbeat, NodeLoad, ReadyItem
+from dsec.bus.subjects import user_of
 from dsec.config import EdgeConfig
 from dsec.errors import Busy, DeadlineExceeded, DsecError, NodeError, SandboxGone
 from dsec.model import Exit, ExitReason, State
@@ -73,6 +75,7 @@ class Edge:
         self.intake = Intake(self)
         self.commands = Commands(store, self.emit, self.spawn)
         self.checkpoints = Checkpoints(self)
+        self.workers = Workers(self)
         host.layer_told = self.layer_news
         if host.puller is not None:
             host.puller.told = self.image_news
@@ -190,6 +193,7 @@ class Edge:
         if record.still_ts:  # it stood still while no Edge was there
             record.stood_ms, record.still_ts = record.stood_ms + max(0, round((time.time() - record.still_ts) * 1000)), 0.0
         sandbox.feed(event, how)
+        self.workers.adopted(sandbox)
         if event is On.ADOPTED_PAUSED and unfinished:
             self.spawn(sandbox.complete_pause())
 
@@ -215,6 +219,7 @@ class Edge:
         self.intake.inboxes.pop(record.ulid, None)
         self.leases.remove(record.ulid)
         self.commands.left(record.ulid)
+        self.workers.stopped(sandbox)
         if self.leave(sandbox):
             self.ended[record.ulid] = (record, sandbox.story)
             self.intake.slots.give_back(sandbox.slot)
@@ -260,6 +265,9 @@ class Edge:
             self.emit("image_shared", detail={"image": image, "layer": detail})
         else:
             self.emit("image_failed", detail={"image": image, "error": detail})
+
+    async def opened(self, sandbox: Sandbox) -> None:
+        await self.workers.opened(sandbox)
 
     def release(self, sandbox: Sandbox) -> None:
         if self.ledger.release(sandbox.record.ulid):
@@ -328,6 +336,7 @@ class Edge:
                     sandbox.feed(On.LEASE, Exit(reason=ExitReason.LEASE, detail="no lease ever named it"))
             await self.commands.flush()
             self.checkpoints.sweep_soon()
+            self.workers.sweep(now)
             await self._forget_ended(time.time() - self.config.stopped_retention_ms / 1000)
 
     def _look_at_clocks(self, now: float) -> None:
@@ -392,9 +401,11 @@ class Edge:
     def enter(self, sandbox: Sandbox) -> None:
         """It lives here from now on."""
         self.sandboxes[sandbox.record.ulid] = sandbox
-        self.owners[sandbox.record.principal] += 1
+        user = user_of(sandbox.record.principal)
+        self.owners[user] += 1
         if sandbox.record.spec.isolation == "user":
-            self.alone[sandbox.record.principal] += 1
+            self.alone[user] += 1
+        self.workers.enter(sandbox)
         for layer in sandbox.record.layers:
             self.stood_on[layer.digest] = self.stood_on.get(layer.digest, 0) + 1
 
@@ -402,9 +413,11 @@ class Edge:
         """It lives here no more; False when it did not."""
         if self.sandboxes.pop(sandbox.record.ulid, None) is None:
             return False
-        self.owners -= Counter((sandbox.record.principal,))
+        user = user_of(sandbox.record.principal)
+        self.owners -= Counter((user,))
         if sandbox.record.spec.isolation == "user":
-            self.alone -= Counter((sandbox.record.principal,))
+            self.alone -= Counter((user,))
+        self.workers.leave(sandbox)
         for layer in sandbox.record.layers:
             self.stood_on[layer.digest] -= 1
             if not self.stood_on[layer.digest]:

@@ -18,7 +18,7 @@ from dsec.actors.store import Record
 from dsec.backends.base import LaunchPlan
 from dsec.backends.plan import memory_bytes
 from dsec.bus.messages import CancelRequest, Failed, LaunchItem, LaunchReply, LaunchRequest, Placed, ReadyItem, Refusal
-from dsec.bus.subjects import Caller, is_reply
+from dsec.bus.subjects import Caller, is_reply, user_of
 from dsec.errors import Busy, Conflict, Denied, DsecError, InvalidRequest, NodeError, NotFound, SandboxGone, Unsupported
 from dsec.model import Exit, ExitReason, SandboxId, SandboxSpec, State, new_ulid
 
@@ -158,6 +158,7 @@ class Intake:
         slot = self.slots.take()
         try:
             plan = edge.host.plan(spec, SandboxId(edge.name, ulid), slot, resolved)
+            spec, plan = edge.workers.prepare(spec, request.principal, request.project, SandboxId(edge.name, ulid), plan)
         except DsecError as error:
             self.slots.give_back(slot)
             if isinstance(error, Unsupported):  # as with a layer: another node may have what this one has not
@@ -218,10 +219,11 @@ class Intake:
             return "queue"
         if edge.room:
             return "resuming"  # resumes outrank creates on a full node
-        if spec.isolation == "user" and any(who != principal for who in edge.owners):
+        user = user_of(principal)
+        if spec.isolation == "user" and any(who != user for who in edge.owners):
             return "isolation"
         exclusive = edge.exclusive()
-        return "isolation" if exclusive and exclusive != principal else ""
+        return "isolation" if exclusive and exclusive != user else ""
 
     def _enqueue(self, request: LaunchRequest, new: list[Sandbox]) -> None:
         """They are on disk, before their first resource exists and before anybody is told: now they may be launched."""

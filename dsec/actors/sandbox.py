@@ -43,6 +43,10 @@ class Keeper(Protocol):
     def failed(self, sandbox: Sandbox) -> None: ...
     def stopped(self, sandbox: Sandbox) -> None: ...
     def changed(self, sandbox: Sandbox, kind: str, detail: dict[str, object] | None = None) -> None: ...
+    async def opened(self, sandbox: Sandbox) -> None:
+        """It has an instance, and is not announced yet. Raises what keeps it from being of use."""
+        ...
+
     def watch(self, sandbox: Sandbox) -> None:
         """Its clocks have changed."""
         ...
@@ -209,6 +213,14 @@ class Sandbox:
         faults.reached("create.launched")
         self._launching = None
         self.hold(instance)
+        if not self.within(State.CREATING):
+            return
+        try:
+            await self.keeper.opened(self)
+        except DsecError as error:
+            self.launch_error = error
+            self.feed(On.LAUNCH_FAILED, detail=str(error))
+            return
         if not self.within(State.CREATING):
             return
         # Durable before it is told: a restarted Edge must know it as running, or it would reap what was announced.

@@ -230,7 +230,7 @@ class Scheduler:
 
     def _place(self, s: Slice, wake: asyncio.Event) -> None:
         for without, items in s.groups().items():
-            chosen, unplaced = self.picture.place(s.needs, items, s.principal, without)
+            chosen, unplaced = self.picture.place(s.needs, items, subjects.user_of(s.principal), without)
             if unplaced:
                 self._tell_failed(s, s.unplaced(unplaced))
             for edge, pairs in chosen.items():

@@ -22,6 +22,7 @@ from dsec.actors.store import Record
 from dsec.backends.base import PackOrder
 from dsec.bus import subjects
 from dsec.bus.actor import Context, Route, Verb
+from dsec.bus.grants import LABEL
 from dsec.bus.messages import (
     CancelRequest,
     CheckpointReply,
@@ -34,6 +35,7 @@ from dsec.bus.messages import (
     DrainRequest,
     EdgeInfo,
     Empty,
+    EndsWith,
     ExecReply,
     ExecRequest,
     Heartbeat,
@@ -47,6 +49,8 @@ from dsec.bus.messages import (
     LeaseAck,
     LeaseRenew,
     ListReply,
+    LivesReply,
+    LivesRequest,
     LogReply,
     ManyReply,
     OpsReply,
@@ -120,6 +124,7 @@ class Verbs:
                 Verb(name="launch", request=LaunchRequest, reply=LaunchReply, handler=self.launch),
                 Verb(name="drain", request=DrainRequest, reply=EdgeInfo, handler=self.drain),
                 Verb(name="info", request=Empty, reply=EdgeInfo, handler=self.edge_info),
+                Verb(name="lives", request=LivesRequest, reply=LivesReply, handler=lambda _, request: edge.workers.lives(request)),
             ),
             verb_of=subjects.edge_verb,
         )
@@ -135,6 +140,7 @@ class Verbs:
                 Verb(name="uncheckpoint", request=CheckpointSelector, reply=ManyReply, handler=self.uncheckpoint),
                 Verb(name="beat", request=Empty, reply=Heartbeat, handler=self.beat),
                 Verb(name="cancel", request=CancelRequest, reply=Empty, handler=self.cancel),
+                Verb(name="ended", request=EndsWith, reply=Empty, handler=lambda _, request: edge.workers.end(request)),
             ),
             verb_of=_fourth,
             caller_of=lambda subject: subjects.everyone_parse(subject)[1],
@@ -155,7 +161,7 @@ class Verbs:
         _, caller, sid = subjects.sandbox_parse(context.subject)
         sandbox = self.edge.sandboxes.get(sid.ulid)
         record = sandbox.record if sandbox else self.edge.ended[sid.ulid][0] if sid.ulid in self.edge.ended else None
-        if record is None or (record.principal, record.project) != (caller.principal, caller.project):
+        if record is None or record.project != caller.project or not subjects.owns(caller.principal, record.principal):
             raise NotFound("no such sandbox", sandbox=str(sid), fix="see `dsec ls`; the end of a sandbox is forgotten after a while")
         if sandbox is None:
             how = record.exit or Exit(reason=ExitReason.BROKEN)
@@ -244,7 +250,7 @@ class Verbs:
         if self._readers.again(key, request):
             return Empty()
         started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.edge.spawn(self._pump(sandbox, key, subjects.output(self.edge.bus.unit, sid, request.op, caller.project), request, started))
+        self.edge.spawn(self._pump(sandbox, key, subjects.output(self.edge.bus.unit, sid, request.op, caller), request, started))
         await started
         return Empty()
 
@@ -301,6 +307,8 @@ class Verbs:
         sandbox = self._live(context)
         spec = sandbox.record.spec
         labels = {key: value for key, value in (spec.labels | request.set).items() if key not in request.remove}
+        if labels.get(LABEL) != spec.labels.get(LABEL):
+            raise InvalidRequest("says which job it is of, and stays", field=f"labels.{LABEL}", fix="use another name")
         if len(labels) > 64 or any(not 0 < len(key) <= 128 or len(value) > 1024 for key, value in labels.items()):
             raise InvalidRequest("at most 64 labels, with names up to 128 and values up to 1024 characters", field="labels")
         sandbox.record.spec = msgspec.structs.replace(spec, labels=labels)
@@ -324,7 +332,10 @@ class Verbs:
         order = PackOrder(
             name=request.name, scrub=request.scrub, max_entries=request.max_entries, max_bytes=request.max_bytes, image=request.image
         )
-        return PackReply(layer=await self._live(context).pack_diff(request.op, order, context.deadline))
+        sandbox = self._live(context)
+        assert context.caller is not None
+        self.edge.workers.check_layer(context.caller, sandbox.id, request.name)
+        return PackReply(layer=await sandbox.pack_diff(request.op, order, context.deadline))
 
     async def checkpoint(self, context: Context, request: CheckpointRequest) -> CheckpointReply:
         return CheckpointReply(checkpoint=await self.edge.checkpoints.make(self._live(context), request, context.deadline))
@@ -474,14 +485,14 @@ class Verbs:
         dropped = set(request.drops) | (set() if request.end else set(renewed.stop))
         for ulid in dropped:
             sandbox = edge.sandboxes.get(ulid)
-            if sandbox is not None and (sandbox.record.principal, sandbox.record.project) == owner:
+            if sandbox is not None and self._owned(ulid, owner):
                 edge.spawn(sandbox.stop(how=Exit(reason=ExitReason.REQUESTED, detail="dropped by its client")))
         unknown = tuple(ulid for ulid in renewed.unknown if not self._owned(ulid, owner))
         return LeaseAck(seq=request.seq, held=renewed.held, unknown=unknown)
 
     def _owned(self, ulid: str, owner: tuple[str, str]) -> bool:
         sandbox = self.edge.sandboxes.get(ulid)
-        return sandbox is not None and (sandbox.record.principal, sandbox.record.project) == owner
+        return sandbox is not None and sandbox.record.project == owner[1] and subjects.owns(owner[0], sandbox.record.principal)
 
     # ------------------------------------------------------------------ the node
     async def launch(self, _context: Context, request: LaunchRequest) -> LaunchReply:

@@ -45,6 +45,7 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     tty: bool = False
     userns: bool = False
     disk_limit: bool = False
+    worker: bool = False  # its agent can listen for the node: `SandboxSpec.worker`
     missing: dict[str, str] = {}
 
 

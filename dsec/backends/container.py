@@ -192,6 +192,7 @@ class ContainerBackend:
             missing=missing,
         )
         self.node, self.capabilities = self.network.told(node, able)
+            worker=True,
 
     def _make_directories(self) -> None:
         for path in (self.options.state_dir, self._sandboxes, self._run):

@@ -130,6 +130,22 @@ class CancelRequest(Message, frozen=True, kw_only=True):
     ranges: Annotated[tuple[tuple[int, int], ...], Meta(max_length=20_000)]  # (first index, how many)
 
 
+class EndsWith(Message, frozen=True, kw_only=True):
+    """To every Edge, without an answer: this worker has ended, and with it what its job made (`SandboxSpec.ends_with`)."""
+
+    worker: str
+
+
+class LivesRequest(Message, frozen=True, kw_only=True):
+    """edge.<edge>.lives: which of these sandboxes have ended there?"""
+
+    ids: Annotated[tuple[str, ...], Meta(max_length=20_000)] = ()
+
+
+class LivesReply(Message, frozen=True, kw_only=True):
+    gone: tuple[str, ...] = ()
+
+
 class Placed(Message, frozen=True, kw_only=True):
     index: int
     ulid: str

@@ -14,6 +14,7 @@ from dsec.model import SandboxId
 
 ROOT = "dsec.v1"
 BELOW = "~"  # no project has this name
+OF_JOB = "~"  # and no principal that a person chooses: `<who>~<worker>` is the job that this sandbox of theirs works for
 
 
 def project_tokens(project: str) -> str:
@@ -29,6 +30,31 @@ class Caller(msgspec.Struct, frozen=True):
 
     principal: str
     project: str
+
+
+def job(principal: str, worker: str) -> str:
+    """The principal of the sandboxes that the sandbox ``worker`` of ``principal`` makes; jobs nest."""
+    return f"{principal}{OF_JOB}{worker}"
+
+
+def worker_of(principal: str) -> str:
+    """The id of the sandbox for whose job this principal stands; "" where it is none."""
+    return principal.rpartition(OF_JOB)[2] if OF_JOB in principal else ""
+
+
+def user_of(principal: str) -> str:
+    """Whose work it is in the end."""
+    return principal.partition(OF_JOB)[0]
+
+
+def owns(principal: str, owner: str) -> bool:
+    """Whether ``principal`` may deal with what belongs to ``owner``: with its own, and with that of its jobs."""
+    return owner == principal or owner.startswith(principal + OF_JOB)
+
+
+def inbox(principal: str) -> str:
+    """What the inboxes of a job begin with."""
+    return f"_INBOX.{principal}"
 
 
 _REPLY = re.compile(r"(?!\$|dsec\.)[^\s\x00*>]{1,400}")
@@ -76,7 +102,7 @@ def everyone_below(subject: str) -> bool:
 def covers(caller: Caller, below: bool, principal: str, project: str) -> bool:
     """Whether what belongs to ``principal`` in ``project`` is among what a request to everyone is about."""
     inside = project == caller.project or (below and project.startswith(f"{caller.project}/"))
-    return inside and principal == caller.principal
+    return inside and owns(caller.principal, principal)
 
 
 # dsec.v1.<u>.edge.<edge>.<verb>                     one Edge, for actors only
@@ -124,9 +150,9 @@ def lease_caller(subject: str) -> Caller:
     return Caller(parts[5], project_path(parts[6:]))
 
 
-# dsec.v1.<u>.out.<edge>.<ulid>.<op>.<p…>            output chunks to the op's reader; never JetStream; bulk connection
-def output(u: str, sb: SandboxId, op: str, project: str) -> str:
-    return f"{ROOT}.{u}.out.{sb.edge}.{sb.ulid}.{op}.{project_tokens(project)}"
+# dsec.v1.<u>.out.<edge>.<ulid>.<op>.<principal>.<p…>   output chunks to the op's reader; never JetStream; bulk connection
+def output(u: str, sb: SandboxId, op: str, caller: Caller) -> str:
+    return f"{ROOT}.{u}.out.{sb.edge}.{sb.ulid}.{op}.{caller.principal}.{project_tokens(caller.project)}"
 
 
 # dsec.v1.<u>.hb.<edge>                              heartbeat, 1 Hz

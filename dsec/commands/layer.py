@@ -26,8 +26,8 @@ for _command in (layer_remote.push, layer_remote.fetch, layer_remote.ahead, laye
 
 
 @layer_command.command("bootstrap")
-@click.argument("kind", type=click.Choice(["debian", "tiny"]))
-@click.option("--name", default=None, help="Name of the layer. [default: debian-12 or busybox]")
+@click.argument("kind", type=click.Choice(["debian", "tiny", "libdsec"]))
+@click.option("--name", default=None, help="Name of the layer. [default: debian-12, busybox or libdsec]")
 @click.option("--suite", default="bookworm", show_default=True)
 @click.option("--package", multiple=True, help="One more package.")
 @click.option("--refresh", is_flag=True, help="Make it anew even when it is there.")
@@ -43,8 +43,10 @@ def bootstrap(
     config: str | None,
     store: str | None,
 ) -> None:
-    """Make a base layer: a small Debian (with Python, git and a user `agent`), or tiny, which is busybox alone."""
+    """Make a base layer: a small Debian (with Python, git and a user `agent`), or tiny, which is busybox alone; or libdsec, the toolkit of
+    workers, with which a sandbox's Python imports the client."""
     from dsec.layers import bootstrap as made
+    from dsec.layers.client import bootstrap_client
 
     target = open_store(config, store)
     if kind == "debian":
@@ -55,6 +57,8 @@ def bootstrap(
                 target, suite=suite, packages=packages, name=name or "debian-12", refresh=refresh, progress=tell
             ),
         )
+    elif kind == "libdsec":
+        ref = told(settings, lambda tell: bootstrap_client(target, name or "libdsec", refresh=refresh, progress=tell))
     else:
         ref = told(settings, lambda tell: made.bootstrap_tiny(target, name or "busybox", refresh=refresh, progress=tell))
     show_ref(settings, ref.name, ref.digest)

@@ -58,7 +58,7 @@ async def bootstrap_debian(
     sources = aptsources.for_suite(await tools.in_thread(aptsources.of_machine), suite)
     shown = aptsources.render(sources, credentials=False)
     recipe = _recipe("debian", suite, variant, sorted(packages), shown)
-    if not refresh and (ready := await _cached(store, name, recipe)):
+    if not refresh and (ready := await cached(store, name, recipe)):
         progress(f"{name} is up to date")
         return ready
     program = tools.find("mmdebstrap", "mmdebstrap")
@@ -105,7 +105,7 @@ async def bootstrap_tiny(store: LayerStore, name: str = "busybox", *, refresh: b
     Takes a second. The same busybox gives the same digest on every node. Raises `NodeError` when apt cannot fetch the package.
     """
     recipe = _recipe("busybox")
-    if not refresh and (ready := await _cached(store, name, recipe)):
+    if not refresh and (ready := await cached(store, name, recipe)):
         progress(f"{name} is up to date")
         return ready
     meta = LayerInfo(digest="", stored="erofs", size=0, source="debian busybox-static", recipe=recipe, at="/")
@@ -122,7 +122,8 @@ def _recipe(*inputs: object) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-async def _cached(store: LayerStore, name: str, recipe: str) -> LayerRef | None:
+async def cached(store: LayerStore, name: str, recipe: str) -> LayerRef | None:
+    """The layer of that name, where it was made by this recipe and is whole."""
     try:
         info = await store.info(name)
         await store.check(info.digest)

@@ -37,7 +37,7 @@ static void one(uint8_t which, const uint8_t *data, size_t n) {
         touch_text(s.cwd);
         struct rd r = {s.strings, s.strings_end, false};
         for (uint32_t i = 0; i < s.argc + s.envc; i++) touch_text(rd_text(&r));
-        int port = connect_port(&s);
+        int port = service_port(&s, "dsec:connect");
         if (port < -1 || port > 65535) abort();
         if (r.bad || s.argc == 0 || s.head > MAX_CAPTURE || s.tail > MAX_CAPTURE) abort();
         break;

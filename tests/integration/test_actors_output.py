@@ -15,6 +15,7 @@ from dsec.bus import codec, subjects
 from dsec.bus.bus import Bus
 from dsec.bus.messages import CreditRequest, Empty, ExecReply, ExecRequest, OutputChunk, OutputRequest
 from dsec.bus.server import NatsServer
+from dsec.bus.subjects import Caller
 from dsec.errors import DsecError, NotFound
 from dsec.model import Captured, ExecSpec, OpStatus, SandboxId, new_ulid
 from tests.integration.actors_box import ME, Asker, Box, eventually
@@ -38,7 +39,7 @@ class Reader:
         self.end: OutputChunk | None = None
 
     async def open(self) -> Reader:
-        await self.bus.subscribe(subjects.output("main", self.sandbox, OP, "default"), OutputChunk, self._take)
+        await self.bus.subscribe(subjects.output("main", self.sandbox, OP, Caller("local", "default")), OutputChunk, self._take)
         await self.bus.flush()
         return self
 
@@ -186,7 +187,7 @@ async def test_what_was_not_acknowledged_is_sent_again(box: Box) -> None:
     bus = await box.bus()
     sandbox = SandboxId("n1", new_ulid())
     first, second = await Reader(bus, sandbox, "first").open(), await Reader(bus, sandbox, "second").open()
-    subject = subjects.output("main", sandbox, OP, "default")
+    subject = subjects.output("main", sandbox, OP, Caller("local", "default"))
     request = OutputRequest(op=OP, reader="first", credit=700_000, acks=True)
     sending = pump.Pump(bus, subject, SlowLink(), request)  # type: ignore[arg-type]
     running = asyncio.ensure_future(sending.run())
@@ -207,7 +208,7 @@ async def test_chunks_and_status_fit_their_messages(box: Box) -> None:
     bus = await box.bus()
     sandbox = SandboxId("n1", new_ulid())
     reader = await Reader(bus, sandbox, "r").open()
-    subject = subjects.output("main", sandbox, OP, "default")
+    subject = subjects.output("main", sandbox, OP, Caller("local", "default"))
     await pump.Pump(bus, subject, SlowLink(), OutputRequest(op=OP, reader="r", credit=1 << 30)).run()  # type: ignore[arg-type]
     await eventually(lambda: reader.end is not None)
     assert len(reader.data) == 1_000_000

@@ -42,7 +42,7 @@ class Authority:
 
     def __init__(self) -> None:
         self.operator, self.operator_name, _ = key(nkeys.PREFIX_BYTE_OPERATOR)
-        self.account, self.account_name, _ = key(nkeys.PREFIX_BYTE_ACCOUNT)
+        self.account, self.account_name, self.account_seed = key(nkeys.PREFIX_BYTE_ACCOUNT)
         limits = dict.fromkeys(("subs", "data", "payload", "imports", "exports", "conn", "leaf"), -1) | {"wildcards": True}
         account = jwt(self.operator, self.account_name, {"type": "account", "limits": limits})
         operator = jwt(self.operator, self.operator_name, {"type": "operator"})

@@ -26,6 +26,7 @@ enum {
     KEEP_BYTES = 8 << 20,    /* captured output of finished operations, all together */
     MAX_CAPTURE = 1 << 20,   /* head or tail of one stream */
     MAX_VIEWERS = 7,         /* of one operation, beside the reader that holds it */
+    MAX_DOOR = 32,           /* connections that one listener has open; more wait in the kernel's queue */
     MAX_ORPHAN_PIPES = 256,  /* pipes of ended operations that a background process still holds */
     OUT_PAUSE = 256 << 10,   /* a connection with more unsent than this is not read from */
     HELLO_MS = 5000,         /* a connection that has not said HELLO by then is closed */
@@ -42,7 +43,7 @@ enum frame_type {
     F_ACCEPTED, F_SIGNAL, F_OKAY, F_RESIZE, F_OPS, F_FILE, F_ERROR, F_STOP,
 };
 enum error_code { E_INVALID = 1, E_NOT_FOUND, E_CONFLICT, E_DENIED, E_BUSY, E_SANDBOX, E_STALE, E_UNSUPPORTED, E_REUSED };
-enum start_flag { S_STDIN = 1, S_TTY = 2, S_BACKGROUND = 4, S_STREAM = 8, S_NOTIFY = 16, S_SERVICE = 32, S_SESSION = 64, S_RUN = 128, S_WALL = 256, S_KNOWN = 511, S_SOCKET = 1 << 16 };
+enum start_flag { S_STDIN = 1, S_TTY = 2, S_BACKGROUND = 4, S_STREAM = 8, S_NOTIFY = 16, S_SERVICE = 32, S_SESSION = 64, S_RUN = 128, S_WALL = 256, S_KNOWN = 511, S_SOCKET = 1 << 16, S_DOOR = 1 << 17, S_GUEST = 1 << 18 };
 enum file_verb { V_READ = 1, V_WRITE, V_STAT, V_LIST, V_MKDIR, V_REMOVE, V_RENAME, V_CHMOD, V_CHOWN, V_SYMLINK, V_LINK, V_TOUCH };
 enum file_flag { FF_CREATE = 1, FF_TRUNCATE = 2, FF_RECURSIVE = 4 };
 
@@ -87,13 +88,13 @@ struct file {
     size_t n;
 };
 bool parse_start(const uint8_t *body, size_t n, struct start *out, const char **field);
-int connect_port(const struct start *s);
+int service_port(const struct start *s, const char *service);
 bool parse_output(const uint8_t *body, size_t n, struct output *out);
 bool parse_input(const uint8_t *body, size_t n, struct input *out);
 bool parse_file(const uint8_t *body, size_t n, struct file *out, const char **field);
 
 /* What an epoll event points to. */
-enum kind { K_LISTEN, K_SIGNAL, K_CONN, K_STREAM, K_STDIN, K_SUPERVISOR, K_WORKER, K_SESSION };
+enum kind { K_LISTEN, K_SIGNAL, K_CONN, K_STREAM, K_STDIN, K_SUPERVISOR, K_WORKER, K_SESSION, K_DOOR };
 struct watch { enum kind kind; int fd; uint32_t events; };
 
 struct conn {
@@ -141,6 +142,8 @@ struct op {
     uint64_t digest; /* of the START that made it */
     struct watch sup, in; /* supervisor's socket; stdin or the PTY's master for writing */
     uint32_t flags;
+    struct watch door;    /* of a listener */
+    uint32_t guests, guest_n; /* of a listener: how many it has had, and how many are here */
     bool running, exited, timed_out;
     uint8_t killing;
     struct session *session; /* of a shell */
@@ -204,6 +207,8 @@ void op_pump_conn(struct conn *c); /* what waits for room on this connection */
 struct op *op_find(const uint8_t *id);
 struct op *op_of_reader(uint32_t serial, uint32_t request, struct reader **reader);
 struct op *op_new(struct conn *c, uint32_t request, const struct start *s); /* NULL: the caller was told why not */
+struct op *door_of(const struct op *guest); /* the listener that took it in, while that runs */
+void op_drop(struct op *op); /* one that was made and not enlisted */
 void op_enlist(struct op *op, struct conn *c, uint32_t request);
 void op_again(struct op *op, struct conn *c, uint32_t request, bool notify); /* the same START once more */
 void op_order(struct op *op, int signum, enum aim aim);
@@ -273,8 +278,15 @@ int watch_main(const char *path, const char *options);
 
 /* net.c */
 int connect_loopback(int port);
+/* door.c */
+void door_start(struct conn *c, uint32_t request, struct start *s, int port);
+void door_event(struct op *door);
+void door_left(const struct op *guest);
+struct op *op_of_door(struct watch *w);
+
 int relay_main(const char *path);
 
+int listen_loopback(int port);
 /* pool.c (in Aether) and file.c (in the worker) */
 void pool_request(struct conn *c, uint32_t request, const uint8_t *body, size_t n);
 void pool_event(struct watch *w);

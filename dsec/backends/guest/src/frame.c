@@ -165,10 +165,10 @@ bool parse_file(const uint8_t *body, size_t n, struct file *f, const char **fiel
     return f->length <= MAX_DATA;
 }
 
-/* The port of a `connect tcp PORT`; 0: it is something else, -1: it is no port. */
-int connect_port(const struct start *s) {
+/* The port of `SERVICE tcp PORT`; 0: it is something else, -1: it is no port. */
+int service_port(const struct start *s, const char *service) {
     struct rd r = {s->strings, s->strings_end, false};
-    if (strcmp(rd_text(&r).p, "dsec:connect") || s->argc < 2 || strcmp(rd_text(&r).p, "tcp")) return 0;
+    if (strcmp(rd_text(&r).p, service) || s->argc < 2 || strcmp(rd_text(&r).p, "tcp")) return 0;
     struct text t = s->argc == 3 ? rd_text(&r) : (struct text){"", 0};
     int port = 0;
     for (uint32_t i = 0; i < t.n; i++) {

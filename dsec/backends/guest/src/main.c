@@ -98,6 +98,7 @@ static void default_signals(void) {
 
 int main(int argc, char **argv) {
     prctl(PR_SET_DUMPABLE, 0, 0, 0, 0);
+        case K_DOOR: door_event(op_of_door(w)); break;
     default_signals();
     bool trust_any_peer = false;
     for (int i = 1; i < argc; i++) {

@@ -44,6 +44,19 @@ int connect_loopback(int port) {
     return fd;
 }
 
+int listen_loopback(int port) {
+    struct sockaddr_in v4 = {.sin_family = AF_INET, .sin_port = htons((uint16_t)port), .sin_addr = {htonl(INADDR_LOOPBACK)}};
+    int fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0), on = 1;
+    if (fd < 0) return -1;
+    setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &on, sizeof on);
+    setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on); /* who is accepted has it too */
+    if (!bind(fd, (void *)&v4, sizeof v4) && !listen(fd, MAX_DOOR)) return fd;
+    int e = errno;
+    close(fd);
+    errno = e;
+    return -1;
+}
+
 static void copy(int from, int to) {
     static uint8_t buffer[64 << 10];
     for (ssize_t n; (n = read(from, buffer, sizeof buffer)) > 0;)

@@ -22,6 +22,15 @@ struct op *op_find(const uint8_t *id) {
         if (!memcmp(op->id, id, 16)) return op;
     return NULL;
 }
+struct op *door_of(const struct op *guest) {
+    for (struct op *op = ops; op; op = op->next)
+        if (op->flags & S_DOOR && op->running && !memcmp(op->id, guest->id, 8)) return op;
+    return NULL;
+}
+void op_drop(struct op *op) {
+    free(op->out[0]), free(op->out[1]), free(op->session);
+    free(op);
+}
 struct op *op_of_reader(uint32_t serial, uint32_t request, struct reader **reader) {
     for (struct op *op = ops; op; op = op->next)
         for (int i = -1; i < MAX_VIEWERS; i++) {
@@ -185,6 +194,9 @@ void op_finish(struct op *op) {
     finished_n++;
     watch_close(&op->sup);
     watch_close(&op->in);
+    watch_close(&op->door);
+    if (op->flags & S_DOOR) op->out[0]->eof = true;
+    if (op->flags & S_GUEST) door_left(op);
     if (op->in_wait.serial) send_error(conn_by_serial(op->in_wait.serial), op->in_wait.request, E_CONFLICT, 0, "op", "the operation has ended");
     op->in_wait.serial = 0;
     free(op->in_rest);
@@ -275,8 +287,7 @@ struct op *op_new(struct conn *c, uint32_t request, const struct start *s) {
     bool one = s->flags & (S_TTY | S_SOCKET); /* a socket's end is as a terminal's: a hang-up */
     for (int i = 0; op && i < (one ? 1 : 2); i++) op->out[i] = stream_new(-1, op, s->head, s->tail, one);
     if (!op || !op->out[0] || (!op->out[1] && !one) || (session && !op->session)) {
-        if (op) free(op->out[0]), free(op->out[1]), free(op->session);
-        free(op);
+        if (op) op_drop(op);
         send_error(c, request, E_BUSY, ENOMEM, "op", "no process could be made");
         return NULL;
     }
@@ -289,6 +300,7 @@ struct op *op_new(struct conn *c, uint32_t request, const struct start *s) {
     op->hold_until = s->flags & S_STREAM ? now_ms() + HOLD_MS : 0;
     op->sup = (struct watch){K_SUPERVISOR, -1, 0};
     op->in = (struct watch){session ? K_SESSION : K_STDIN, -1, 0};
+    op->door = (struct watch){K_DOOR, -1, 0};
     return op;
 }
 
@@ -401,7 +413,7 @@ void op_timers(int64_t now, int64_t *next) {
         }
         if (op->hold_until && now >= op->hold_until) {
             op->hold_until = 0;
-            if (op->flags & S_SERVICE && !op->reader.serial && !op->exited) op_order(op, SIGKILL, TO_TREE); /* its reader has left for good */
+            if (op->flags & S_SERVICE && !(op->flags & S_DOOR) && !op->reader.serial && !op->exited) op_order(op, SIGKILL, TO_TREE); /* its reader has left for good */
             if (!op->running) continue;
             for (int i = 0; i < 2; i++) stream_interest(op->out[i]);
         }

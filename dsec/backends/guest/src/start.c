@@ -81,7 +81,13 @@ void op_start(struct conn *c, uint32_t request, const uint8_t *body, size_t n) {
         send_error(c, request, E_INVALID, 0, "start", "a session has no terminal and no stdin of its own");
         return;
     }
-    int fd[8] = {-1, -1, -1, -1, -1, -1, -1, -1}, port = s.flags & S_SERVICE ? connect_port(&s) : 0;
+    int fd[8] = {-1, -1, -1, -1, -1, -1, -1, -1}, port = s.flags & S_SERVICE ? service_port(&s, "dsec:connect") : 0;
+    int door = s.flags & S_SERVICE ? service_port(&s, "dsec:listen") : 0;
+    if (door > 0) {
+        door_start(c, request, &s, door);
+        return;
+    }
+    if (door < 0) port = door;
     if (port < 0 || (s.flags & S_SERVICE && !service_known(&s))) {
         send_error(c, request, E_INVALID, 0, "argv", port < 0 ? "not a port" : "no such service");
         return;
@@ -100,8 +106,7 @@ void op_start(struct conn *c, uint32_t request, const uint8_t *body, size_t n) {
     }
     int err = errno;
     if (pid < 0) {
-        free(op->out[0]), free(op->out[1]), free(op->session);
-        free(op);
+        op_drop(op);
         close_all(fd, 8);
         if (port) send_error(c, request, E_SANDBOX, err, "port", "cannot connect");
         else send_error(c, request, err == EAGAIN || err == ENOMEM ? E_BUSY : E_SANDBOX, err, s.flags & S_TTY && fd[5] < 0 ? "tty" : "op",

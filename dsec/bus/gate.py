@@ -1,0 +1,310 @@
+"""The gate between a worker sandbox and the bus: it reads the NATS protocol as a stranger's and writes its own.
+
+What a client inside says is taken apart, checked against its job's `Grant` and put together anew, so nothing reaches nats-server that was
+not understood here; its CONNECT never does. There is no secret in the sandbox: who speaks is known by the connection. Pure: bytes in,
+bytes out (`Gate`), and a bucket that says how fast (`Bucket`). The protocol is NATS's own (docs.nats.io, "Client Protocol").
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+from dsec.bus import call, codec
+from dsec.bus.grants import Grant, narrow, within
+from dsec.bus.messages import CreateRequest
+from dsec.bus.subjects import ROOT
+from dsec.errors import Denied, DsecError, InvalidRequest
+
+LINE = 4096  # bytes of one line, as nats-server has it
+SUBSCRIPTIONS = 1_000  # of one connection
+CREATE = 900_000  # bytes of a create, which is looked into as a whole
+_SUBJECT = re.compile(r"[\x21-\x7e]{1,1000}")
+_SID = re.compile(r"[A-Za-z0-9]{1,32}")
+_NUMBER = re.compile(r"[0-9]{1,9}")
+
+
+class Bucket:
+    """Tokens that fill up at ``rate`` a second to at most ``burst``; one is a message, or 64 KiB."""
+
+    def __init__(self, rate: float, burst: float, now: float) -> None:
+        self._rate, self._burst, self._left, self._at = rate, burst, burst, now
+
+    def take(self, messages: int, size: int, now: float) -> float:
+        """Seconds to wait until what was taken is there."""
+        self._left = min(self._burst, self._left + (now - self._at) * self._rate) - messages - size / 65_536
+        self._at = now
+        return max(0.0, -self._left / self._rate)
+
+
+class Gate:
+    """One connection. `client` takes what the client sends, `server` what nats-server sends; ``up`` and ``down`` collect what goes on to
+    nats-server and to the client. ``over`` says why it is to be closed, once ``down`` is delivered."""
+
+    def __init__(self, grant: Grant, *, version: str, max_payload: int, connect: dict[str, Any]) -> None:
+        self.grant = grant
+        self.up = bytearray()
+        self.down = bytearray()
+        self.over = ""
+        self.messages = 0  # that the client has sent
+        self.refused = 0  # of them, that went nowhere
+        self.connected = False  # it has said CONNECT
+        self._publish, self._subscribe, self._create = grant.publish, grant.subscribe, grant.create
+        self._max_payload = max_payload
+        self._connect = connect
+        self._allowed: set[str] = set()  # subjects that were looked at before
+        self._subs: dict[str, str] = {}
+        self._line = bytearray()  # of the client, not whole yet
+        self._left = 0  # bytes of a payload that are still to come, with its end of line
+        self._tail = b""  # what has come of that
+        self._pass = False  # and whether they go on
+        self._pong = False  # to be said once they have
+        self._held: bytearray | None = None  # a create, until it is whole
+        self._reply = ""
+        self._headers = 0  # bytes of it that are headers
+        self._said = bytearray()  # by the server, not whole yet
+        self._skip = 0  # bytes of a payload of the server's that are still to come
+        self._later = b""  # what the client is told once that has come
+        info = {"server_id": "dsec", "server_name": "dsec", "version": version, "proto": 1, "headers": True, "max_payload": max_payload}
+        self.down += b"INFO " + json.dumps(info).encode() + b"\r\n"
+
+    # ------------------------------------------------------------------ from the client
+    def client(self, data: bytes) -> None:
+        """Take bytes of the client; nothing more after ``over`` is set."""
+        view = memoryview(data)
+        while view and not self.over:
+            if self._left:
+                view = self._payload(view)
+                continue
+            end = data.find(b"\n", len(data) - len(view))
+            piece = view if end < 0 else view[: end + 1 - (len(data) - len(view))]
+            if len(self._line) + len(piece) > LINE:
+                self._end("Maximum Control Line Exceeded")
+                return
+            self._line += piece
+            view = view[len(piece) :]
+            if end >= 0:
+                line, self._line = bytes(self._line).rstrip(b"\r\n"), bytearray()
+                self._command(line)
+
+    def _payload(self, view: memoryview) -> memoryview:
+        part = view[: self._left]
+        body = part[: max(0, self._left - 2)]
+        self._left -= len(part)
+        self._tail += part[len(body) :]
+        if self._held is not None:
+            self._held += body
+        elif self._pass:
+            self.up += body
+        if not self._left:
+            tail, self._tail = self._tail, b""
+            if tail != b"\r\n":
+                self._end("Unknown Protocol Operation")
+            elif self._held is not None:
+                held, self._held = self._held, None
+                self._created(bytes(held))
+            elif self._pass:
+                self.up += tail
+            if self._pong:
+                self.up += b"PONG\r\n"
+                self._pong = False
+        return view[len(part) :]
+
+    def _command(self, line: bytes) -> None:
+        try:
+            words = line.decode("ascii").split()
+        except UnicodeDecodeError:
+            self._end("Unknown Protocol Operation")
+            return
+        if not words:
+            return
+        what = words[0].upper()
+        self.messages += 1
+        if what == "CONNECT":
+            self._on_connect(line[8:])
+        elif not self.connected:
+            self._end("Authorization Violation")
+        elif what == "PING" and len(words) == 1:
+            self.up += b"PING\r\n"
+        elif what == "PONG" and len(words) == 1:
+            pass  # the server's PING was answered here
+        elif what == "SUB" and len(words) in (3, 4):
+            self._on_sub(words[1], words[2] if len(words) == 4 else "", words[-1])
+        elif what == "UNSUB" and len(words) in (2, 3):
+            self._on_unsub(words[1], words[2] if len(words) == 3 else "")
+        elif what == "PUB" and len(words) in (3, 4):
+            self._on_pub(words[1], words[2] if len(words) == 4 else "", "0", words[-1])
+        elif what == "HPUB" and len(words) in (4, 5):
+            self._on_pub(words[1], words[2] if len(words) == 5 else "", words[-2], words[-1])
+        else:
+            self._end("Unknown Protocol Operation")
+
+    def _on_connect(self, text: bytes) -> None:
+        """The client's wishes, of which one counts; who it is, it has not to say."""
+        try:
+            wishes = json.loads(text)
+        except ValueError:
+            wishes = None
+        if self.connected or not isinstance(wishes, dict):
+            self._end("Unknown Protocol Operation")
+            return
+        self.connected = True
+        # Without INFO of later changes (protocol 0): the servers' addresses are none of its business.
+        options = {
+            **self._connect,
+            "verbose": False,
+            "pedantic": False,
+            "headers": True,
+            "no_responders": True,
+            "protocol": 0,
+            "echo": wishes.get("echo") is not False,
+        }
+        self.up += b"CONNECT " + json.dumps(options).encode() + b"\r\n"
+
+    def _on_sub(self, subject: str, queue: str, sid: str) -> None:
+        if not _SUBJECT.fullmatch(subject) or (queue and not _SUBJECT.fullmatch(queue)) or not _SID.fullmatch(sid):
+            self._end("Unknown Protocol Operation")
+        elif not within(self._subscribe, subject):
+            self.refused += 1
+            self._error(f'Permissions Violation for Subscription to "{subject}"')
+        elif sid not in self._subs and len(self._subs) >= SUBSCRIPTIONS:
+            self._end("Maximum Subscriptions Exceeded")
+        else:
+            self._subs[sid] = subject
+            self.up += f"SUB {subject} {queue} {sid}\r\n".encode() if queue else f"SUB {subject} {sid}\r\n".encode()
+
+    def _on_unsub(self, sid: str, most: str) -> None:
+        if not _SID.fullmatch(sid) or (most and not _NUMBER.fullmatch(most)):
+            self._end("Unknown Protocol Operation")
+        elif sid in self._subs:
+            if not most:
+                del self._subs[sid]
+            self.up += f"UNSUB {sid} {most}\r\n".encode() if most else f"UNSUB {sid}\r\n".encode()
+
+    def _on_pub(self, subject: str, reply: str, headers: str, total: str) -> None:
+        good = _SUBJECT.fullmatch(subject) and (not reply or _SUBJECT.fullmatch(reply))
+        if not good or not _NUMBER.fullmatch(headers) or not _NUMBER.fullmatch(total) or int(headers) > int(total):
+            self._end("Unknown Protocol Operation")
+            return
+        size = int(total)
+        if size > self._max_payload:
+            self._end("Maximum Payload Violation")
+            return
+        self._left, self._pass = size + 2, False
+        if reply and not within((f"{self.grant.inbox}>",), reply):
+            self._refuse(reply, "")
+        elif not self._may_publish(subject):
+            self._refuse(subject, reply)
+        elif subject == self._create:
+            if size > CREATE:
+                self._fail(reply, InvalidRequest("a create of more than 900 kB", field="payload", value=size, fix="send it in slices"))
+            else:
+                self._held, self._reply, self._headers = bytearray(), reply, int(headers)
+        else:
+            self._pass = True
+            middle = f" {reply}" if reply else ""
+            kind = f"HPUB {subject}{middle} {headers} {size}" if int(headers) else f"PUB {subject}{middle} {size}"
+            self.up += kind.encode() + b"\r\n"
+
+    def _may_publish(self, subject: str) -> bool:
+        if subject in self._allowed:
+            return True
+        if "*" in subject or ">" in subject or not within(self._publish, subject):
+            return False
+        if len(self._allowed) >= 4_096:
+            self._allowed.clear()
+        self._allowed.add(subject)
+        return True
+
+    def _created(self, data: bytes) -> None:
+        """A create is whole: what it asks for is narrowed to what the job may have."""
+        headers, body = data[: self._headers], data[self._headers :]
+        try:
+            request = narrow(self.grant, codec.decode(body, CreateRequest))
+            body = codec.encode(request, json=codec.is_json(body), limit=self._max_payload - len(headers))
+        except DsecError as error:
+            self._fail(self._reply, error)
+            return
+        middle = f" {self._reply}" if self._reply else ""
+        total = len(headers) + len(body)
+        kind = f"HPUB {self._create}{middle} {len(headers)} {total}" if headers else f"PUB {self._create}{middle} {total}"
+        self.up += kind.encode() + b"\r\n" + headers + body + b"\r\n"
+
+    # ------------------------------------------------------------------ refusing
+    def _refuse(self, subject: str, reply: str) -> None:
+        """As nats-server says it, or, to who waits for an answer of an actor, as that answer."""
+        self.refused += 1
+        error = Denied(
+            "this job may not publish there", field="subject", value=subject, reason="job", fix="see docs/operations.md, Workers"
+        )
+        if not subject.startswith(f"{ROOT}.") or not self._answer(reply, error):
+            self._error(f'Permissions Violation for Publish to "{subject}"')
+
+    def _fail(self, reply: str, error: DsecError) -> None:
+        self.refused += 1
+        self._answer(reply, error)
+
+    def _answer(self, reply: str, error: DsecError) -> bool:
+        sid = next((sid for sid, pattern in self._subs.items() if within((pattern,), reply)), "") if reply else ""
+        if not sid:
+            return False
+        body = error.body()
+        head = "NATS/1.0\r\n" + "".join(f"{name}: {value}\r\n" for name, value in call.error_headers(body).items()) + "\r\n"
+        block, data = head.encode(), codec.encode(body)
+        self._tell(f"HMSG {reply} {sid} {len(block)} {len(block) + len(data)}\r\n".encode() + block + data + b"\r\n")
+        return True
+
+    def _error(self, text: str) -> None:
+        self._tell(f"-ERR '{text}'\r\n".encode())
+
+    def _end(self, text: str) -> None:
+        self._error(text)
+        self.over = text
+
+    def _tell(self, data: bytes) -> None:
+        """Between two messages of the server's, never inside of one."""
+        if self._skip:
+            self._later += data
+        else:
+            self.down += data
+
+    # ------------------------------------------------------------------ from nats-server
+    def server(self, data: bytes) -> None:
+        """Take bytes of nats-server. Raises `InvalidRequest` for what is not its protocol."""
+        at = 0
+        while at < len(data):
+            if self._skip:
+                part = data[at : at + self._skip]
+                self.down += part
+                self._skip -= len(part)
+                at += len(part)
+                if not self._skip and self._later:
+                    self.down += self._later
+                    self._later = b""
+                continue
+            end = data.find(b"\n", at)
+            self._said += data[at:] if end < 0 else data[at : end + 1]
+            if len(self._said) > 64 << 10:
+                raise InvalidRequest("nats-server said a line of more than 64 KiB", field="line")
+            if end < 0:
+                return
+            at = end + 1
+            line, self._said = bytes(self._said), bytearray()
+            self._heard(line)
+
+    def _heard(self, line: bytes) -> None:
+        what = line[:5].upper()
+        if what.startswith((b"MSG ", b"HMSG ")):
+            size = line.rstrip().rpartition(b" ")[2]
+            if not size.isdigit():
+                raise InvalidRequest("nats-server sent a message without its size", field="line", value=repr(line[:80]))
+            self.down += line
+            self._skip = int(size) + 2
+        elif what.startswith(b"PING"):
+            if self._left and self._pass:  # not into the middle of a message
+                self._pong = True
+            else:
+                self.up += b"PONG\r\n"
+        elif not what.startswith(b"INFO"):
+            self.down += line
