@@ -189,10 +189,10 @@ class ContainerBackend:
             tty=True,
             userns=userns,
             disk_limit=True,
+            worker=True,
             missing=missing,
         )
         self.node, self.capabilities = self.network.told(node, able)
-            worker=True,
 
     def _make_directories(self) -> None:
         for path in (self.options.state_dir, self._sandboxes, self._run):

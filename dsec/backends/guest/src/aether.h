@@ -141,9 +141,9 @@ struct op {
     uint8_t id[16];
     uint64_t digest; /* of the START that made it */
     struct watch sup, in; /* supervisor's socket; stdin or the PTY's master for writing */
-    uint32_t flags;
     struct watch door;    /* of a listener */
     uint32_t guests, guest_n; /* of a listener: how many it has had, and how many are here */
+    uint32_t flags;
     bool running, exited, timed_out;
     uint8_t killing;
     struct session *session; /* of a shell */
@@ -205,10 +205,10 @@ void op_shift(int64_t by);
 void op_conn_lost(uint32_t serial);
 void op_pump_conn(struct conn *c); /* what waits for room on this connection */
 struct op *op_find(const uint8_t *id);
-struct op *op_of_reader(uint32_t serial, uint32_t request, struct reader **reader);
-struct op *op_new(struct conn *c, uint32_t request, const struct start *s); /* NULL: the caller was told why not */
 struct op *door_of(const struct op *guest); /* the listener that took it in, while that runs */
 void op_drop(struct op *op); /* one that was made and not enlisted */
+struct op *op_of_reader(uint32_t serial, uint32_t request, struct reader **reader);
+struct op *op_new(struct conn *c, uint32_t request, const struct start *s); /* NULL: the caller was told why not */
 void op_enlist(struct op *op, struct conn *c, uint32_t request);
 void op_again(struct op *op, struct conn *c, uint32_t request, bool notify); /* the same START once more */
 void op_order(struct op *op, int signum, enum aim aim);
@@ -276,17 +276,17 @@ int unpack_main(const char *target, const char *options);
 int pack_main(const char *name, const char *options, const char *const *paths, uint32_t n);
 int watch_main(const char *path, const char *options);
 
-/* net.c */
-int connect_loopback(int port);
 /* door.c */
 void door_start(struct conn *c, uint32_t request, struct start *s, int port);
 void door_event(struct op *door);
 void door_left(const struct op *guest);
 struct op *op_of_door(struct watch *w);
 
+/* net.c */
+int connect_loopback(int port);
+int listen_loopback(int port);
 int relay_main(const char *path);
 
-int listen_loopback(int port);
 /* pool.c (in Aether) and file.c (in the worker) */
 void pool_request(struct conn *c, uint32_t request, const uint8_t *body, size_t n);
 void pool_event(struct watch *w);

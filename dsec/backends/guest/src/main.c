@@ -86,6 +86,7 @@ static void loop(struct watch *signals, bool trust_any_peer) {
         case K_SESSION: session_event(op_of_stdin(w), e.events); break;
         case K_SUPERVISOR: op_report(op_of_supervisor(w)); break;
         case K_WORKER: pool_event(w); break;
+        case K_DOOR: door_event(op_of_door(w)); break;
         }
     }
 }
@@ -98,7 +99,6 @@ static void default_signals(void) {
 
 int main(int argc, char **argv) {
     prctl(PR_SET_DUMPABLE, 0, 0, 0, 0);
-        case K_DOOR: door_event(op_of_door(w)); break;
     default_signals();
     bool trust_any_peer = false;
     for (int i = 1; i < argc; i++) {
