@@ -146,7 +146,7 @@ async def session(
     store = LayerStore(Path(options.cache) / "layers")
     image = await make_base(store, options.base)
     state = Path(tempfile.mkdtemp(prefix=f"dsec-{mark}-"))
-    overrides: dict[str, dict[str, object]] = {"layers": {"store_dir": str(store.root)}, "edge": dict(edge or {})}
+    overrides: dict[str, dict[str, object]] = {"layers": {"store_dir": str(store.root)}, "edge": {"orphan_grace_ms": 60_000} | dict(edge or {})}
     overrides |= {room: dict(table) for room, table in (rooms or {}).items()}
     try:
         async with Cluster(state, edges=(mark,), overrides=overrides) as cluster, libdsec.connect(cluster.url) as client:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import heapq
 import time
 from collections import Counter, OrderedDict, deque
@@ -98,8 +97,6 @@ class Edge:
         await self.checkpoints.recover()
         faults.reached("adopt.recovered")
         self.adopting = False
-        gc.collect()
-        gc.freeze()  # adopted sandboxes live long: later collections need not walk them
         self.spawn(self._sweep())
         self.beat()
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import logging
 import os
 import resource
@@ -23,7 +22,7 @@ import msgspec
 import structlog
 
 from dsec import config as configs
-from dsec.actors import capacity
+from dsec.actors import capacity, garbage
 from dsec.actors.edge import Edge
 from dsec.actors.fence import Fences
 from dsec.actors.host import Host
@@ -212,11 +211,9 @@ async def serve(kind: str, config: Config) -> None:
         said = {"ready": kind, "name": actor.name, "pid": os.getpid(), "loop": loop_name()}
         sys.stdout.write(msgspec.json.encode(said).decode() + "\n")
         sys.stdout.flush()
-        # What lives from here on is short-lived messages: full collections are rare, and need not walk what was made at the start.
-        gc.collect()
-        gc.freeze()
-        gc.set_threshold(20_000, 20, 50)
+        collecting = asyncio.ensure_future(garbage.keep())
         await over.wait()
+        collecting.cancel()
         log.info("run.stopping", kind=kind, name=actor.name)
 
 

@@ -25,7 +25,7 @@ import msgspec
 from dsec import syscalls
 from dsec.errors import NodeError, Unsupported
 
-PERIOD_US = 100_000
+PERIOD_US = 100_000  # what a new group has
 NEEDED = ("cpu", "cpuacct", "memory", "pids", "freezer")
 # Pages of shared layers stay charged to the group that read them first and keep it as a dead one after its removal. Dead groups
 # slow every shrinker walk, but emptying a group (v1 memory.force_empty) takes 100 ms and drops cache that neighbours use: it
@@ -121,7 +121,7 @@ def settings(version: int, limits: Limits, *, can_idle: bool = True) -> dict[str
         if version == 2:
             writes["cpu"].append(("cpu.max", f"{quota} {PERIOD_US}"))
         else:
-            writes["cpu"] += [("cpu.cfs_period_us", str(PERIOD_US)), ("cpu.cfs_quota_us", quota)]
+            writes["cpu"].append(("cpu.cfs_quota_us", quota))  # the period is the kernel's own; each write walks all groups of the node
     if limits.idle and can_idle:
         writes["cpu"].append(("cpu.idle", "1"))
     elif limits.idle or limits.cpus:
