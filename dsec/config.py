@@ -38,6 +38,9 @@ class BusConfig(Room, frozen=True):
     ] = ""
     signing_account: Annotated[str, Meta(description="that account (A…) where the key is a signing key of it; empty = the key's own")] = ""
     connect_timeout_ms: Annotated[int, Meta(ge=100, description="how long a first connection may take")] = 5_000
+    ping_ms: Annotated[
+        int, Meta(ge=20, le=60_000, description="period of pings of the actors; three unanswered ones are a dead connection")
+    ] = 5_000
     events_max_age_ms: Annotated[int, Meta(ge=60_000, description="age bound of the stream DSEC_EVENTS")] = 604_800_000
     events_max_bytes: Annotated[int, Meta(ge=1 << 20, description="size bound of the stream DSEC_EVENTS")] = GIB
     events_replicas: Annotated[int, Meta(ge=1, le=5, description="replicas of DSEC_EVENTS and of the KV buckets; 3 in a NATS cluster")] = 1

@@ -41,6 +41,7 @@ class Checkpoints:
     def __init__(self, edge: Edge) -> None:
         self.edge = edge
         self.known: dict[str, Checkpoint] = {}
+        self._until: dict[str, float] = {}  # monotonic: when one that is not kept may go
         self._making: dict[str, tuple[str, asyncio.Task[Checkpoint]]] = {}
         self._freeing: dict[str, Planner] = {}  # names of layers whose record is gone
         self._free_at = 0.0  # monotonic; when what could not be freed is tried again
@@ -52,10 +53,19 @@ class Checkpoints:
 
     async def recover(self) -> None:
         """Take up what is recorded, and find what has no record."""
-        for entry in (await self.edge.store.checkpoints()).values():
-            checkpoint = _decode(entry)
+        unreadable = set()
+        for ulid, entry in (await self.edge.store.checkpoints()).items():
+            try:
+                checkpoint = _decode(entry)
+            except msgspec.MsgspecError as error:  # another version's; its layer stays, for that one may come back
+                log.error("checkpoint.unreadable", checkpoint=ulid, error=str(error))
+                unreadable.add(ulid)
+                continue
             self.known[checkpoint.id] = checkpoint
-        names = {self._prefix + SandboxId.parse(each).ulid for each in self.known}
+            if checkpoint.until_ts:  # the machine's clock may have been set meanwhile: at most what it was given, again
+                left = min(checkpoint.until_ts - time.time(), checkpoint.until_ts - checkpoint.created_ts)
+                self._until[checkpoint.id] = time.monotonic() + left
+        names = {self._prefix + ulid for ulid in unreadable.union(SandboxId.parse(each).ulid for each in self.known)}
         for planner in self.edge.host.planners.values():
             self._freeing |= {name: planner for name in await planner.named(self._prefix) if name not in names}
 
@@ -135,6 +145,8 @@ class Checkpoints:
         self.edge.changed(sandbox, "checkpointed", {"checkpoint": sid, "name": request.name, "digest": layer.digest, "size": layer.size})
         return checkpoint
 
+        if request.keep_ms:
+            self._until[sid] = time.monotonic() + request.keep_ms / 1000
     # ------------------------------------------------------------------ standing on one
     async def resolve(self, spec: SandboxSpec, principal: str, project: str) -> Resolved:
         """The layers of a sandbox that begins from one. Raises `NotFound`."""
@@ -154,12 +166,13 @@ class Checkpoints:
             self.known[loose.id] = loose
 
     def _unreachable(self) -> list[Checkpoint]:
-        now = time.time()
+        now = time.monotonic()
         roots = {sandbox.record.spec.checkpoint for sandbox in self.edge.sandboxes.values()}
-        roots |= {each.id for each in self.known.values() if each.kept or each.until_ts > now}
+        roots |= {each.id for each in self.known.values() if each.kept or self._until.get(each.id, 0.0) > now}
         reached: set[str] = set()
         while roots:
             sid = roots.pop()
+            self._until.pop(loose.id, None)
             checkpoint = self.known.get(sid)
             if checkpoint is not None and sid not in reached:
                 reached.add(sid)
@@ -187,6 +200,7 @@ class Checkpoints:
                     return
                 faults.reached("capture.dropped")
                 for each in gone:
+                    self._until.pop(each.id, None)
                     if (planner := self.edge.host.planners.get(each.spec.backend)) is not None:
                         self._freeing[self._prefix + SandboxId.parse(each.id).ulid] = planner
             if time.monotonic() < self._free_at and not last:

@@ -42,11 +42,9 @@ class Cluster:
 
         Beats of a fenced incarnation are ignored: that node must reap and come back as a new one.
         """
-        fenced = self.fenced.get(beat.edge)
-        if fenced is not None:
-            if fenced[0] == beat.incarnation:
-                return False
-            del self.fenced[beat.edge]
+        if self.behind_fence(beat):
+            return False
+        self.fenced.pop(beat.edge, None)
         seen = self.nodes.get(beat.edge)
         if seen is None or seen.beat is None or seen.incarnation != beat.incarnation:
             self.nodes[beat.edge] = Seen(edge=beat.edge, incarnation=beat.incarnation, at=now, beat=beat)
@@ -56,6 +54,11 @@ class Cluster:
         changed = seen.beat.draining != beat.draining or seen.beat.backends != beat.backends or now - seen.at > self._lost_after
         seen.beat, seen.at = beat, now
         return changed
+
+    def behind_fence(self, beat: Heartbeat) -> bool:
+        """It was declared lost, and does not know it."""
+        fenced = self.fenced.get(beat.edge)
+        return fenced is not None and fenced[0] == beat.incarnation
 
     def leave(self, edge: str, incarnation: str) -> bool:
         """It said goodbye: it is neither there nor lost."""

@@ -55,6 +55,7 @@ class Step(msgspec.Struct, kw_only=True):
     op: str
     digest: str
     command: Command | None  # until its end is known
+    begun: float = 0.0
     done: bool = False
     result: asyncio.Future[OpStatus] | None = None  # while this Edge waits for it
 
@@ -64,6 +65,7 @@ class Kept(msgspec.Struct, frozen=True):
 
     command: Command
     digest: str = ""
+    begun: float = 0.0  # by the machine's monotonic clock
 
 
 _kept = msgspec.msgpack.Decoder(Kept).decode
@@ -231,7 +233,7 @@ class Commands:
         ulid = sandbox.record.ulid
         async with sandbox.awake(deadline) as instance:
             command = _command(its.number(), op, step, spec)
-            known = Step(seq=command.seq, op=op, digest=digest, command=command)
+            known = Step(seq=command.seq, op=op, digest=digest, command=command, begun=time.monotonic())
             faults.reached("step.begun")
             await self._put(ulid, step, known, command)
             its.steps[step] = known
@@ -252,8 +254,7 @@ class Commands:
             try:
                 await instance.link.wait(known.op, 0)
             except NotFound:
-                begun = known.command.started_ts if known.command is not None else 0.0
-                if time.time() - begun > REMEMBERED_S:
+                if time.monotonic() - known.begun > REMEMBERED_S:
                     raise Conflict(
                         "it was begun and its node died; whether it ran is not known", field="step", value=step, sandbox=sandbox.id,
                         reason="step_unknown", fix="look at what it should have done, and go on under another key",
@@ -298,7 +299,7 @@ class Commands:
         faults.reached("step.told")
 
     async def _put(self, ulid: str, step: str, known: Step, command: Command, status: OpStatus | None = None) -> None:
-        entry = _encode(Kept(command, known.digest))
+        entry = _encode(Kept(command, known.digest, known.begun))
         result = b"" if status is None else _encode(status)
         await self._store.put_commands(
             [CommandRow(ulid=ulid, seq=known.seq, step=step, done=status is not None, entry=entry, result=result)]
@@ -332,7 +333,12 @@ class Commands:
             kept = _kept(row.entry)
             if row.step:
                 its.steps[row.step] = Step(
-                    seq=row.seq, op=kept.command.op, digest=kept.digest, command=None if row.done else kept.command, done=row.done
+                    seq=row.seq,
+                    op=kept.command.op,
+                    digest=kept.digest,
+                    command=None if row.done else kept.command,
+                    begun=kept.begun,
+                    done=row.done,
                 )
                 its.bytes += min(kept.command.stdout + kept.command.stderr, 4 * KEPT_PART)
         if rows:

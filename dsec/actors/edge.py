@@ -21,11 +21,13 @@ from dsec import faults
 from dsec.actors import capacity, leases
 from dsec.actors.checkpoints import Checkpoints
 from dsec.actors.commands import Commands
+from dsec.actors.fence import Fences
 from dsec.actors.host import Host
 from dsec.actors.intake import STARTING, Intake, demand_of
 from dsec.actors.lifecycle import On, Story, adoption
 from dsec.actors.news import Reporter
 from dsec.actors.sandbox import Sandbox
+from dsec.actors.standing import LOST, Standing
 from dsec.actors.store import Record, Store
 from dsec.actors.workers import Workers
 from dsec.backends.base import Instance, LaunchPlan
@@ -40,6 +42,7 @@ from dsec.model import Exit, ExitReason, State
 log = structlog.get_logger("dsec.edge")
 _plan = msgspec.msgpack.Decoder(LaunchPlan)
 SLICE = 64  # adopted sandboxes between two looks of the loop at others
+BUS_PATIENCE = 2.0  # seconds within which a bus answers that is there
 LAG_PERIOD = 0.1  # seconds between two looks at how late the loop is
 
 
@@ -55,8 +58,19 @@ class Edge:
     """``await start()`` adopts and begins to heartbeat; dsec/actors/verbs.py serves it; ``await stop()`` ends it."""
 
     def __init__(
-        self, control: Bus, bulk: Bus, config: EdgeConfig, name: str, store: Store, host: Host, limits: capacity.Limits, events: EventSink
+        self,
+        control: Bus,
+        bulk: Bus,
+        config: EdgeConfig,
+        name: str,
+        store: Store,
+        host: Host,
+        limits: capacity.Limits,
+        events: EventSink,
+        fences: Fences | None = None,
+        trust: float = 15.0,
     ) -> None:
+        """``fences`` None: no Watcher can declare this node lost. ``trust``: seconds without touch after which one may have."""
         self.bus, self.bulk, self.config, self.name, self.store, self.host, self.events = control, bulk, config, name, store, host, events
         self.pausing = host.config.pause
         self.ledger = capacity.Ledger(limits)
@@ -75,10 +89,14 @@ class Edge:
         self.commands = Commands(store, self.emit, self.spawn)
         self.checkpoints = Checkpoints(self)
         self.workers = Workers(self)
+        self.standing = Standing(self, fences, trust)
+        self._mute = False  # the bus does not answer, though it seems connected
         host.layer_told = self.layer_news
         if host.puller is not None:
             host.puller.told = self.image_news
         self._clock: list[tuple[float, str]] = []
+        self._retention = config.stopped_retention_ms / 1000
+        self._forgetting: deque[tuple[float, str]] = deque()  # when each that has ended is forgotten, monotonic
         self.room: deque[asyncio.Future[None]] = deque()  # resumes that wait for capacity
         self._tasks: set[asyncio.Task[Any]] = set()
         self._beats = 0
@@ -87,12 +105,16 @@ class Edge:
         self.lags: deque[float] = deque(maxlen=6_000)  # seconds; read by benchmarks
 
     # ------------------------------------------------------------------ start
-    async def start(self, records: Iterable[Record], fenced: bool = False) -> None:
-        """Take up what the records name. ``fenced``: this node was declared lost, so nothing is adopted, all is freed."""
+    async def start(self, records: Iterable[Record], fenced: bool = False, *, rebooted: bool = False) -> None:
+        """Take up what the records name. ``fenced``: this node was declared lost, so nothing is adopted, all is freed. ``rebooted``: the
+        machine went down, and all with it."""
         self.bus.events.listeners.append(self._on_bus)
         self.spawn(self._beat())
         self.spawn(self._measure_lag())
-        await self._adopt(list(records), fenced)
+        lost = LOST if fenced else Exit(reason=ExitReason.NODE_LOST, detail="its machine went down") if rebooted else None
+        await self._adopt(list(records), lost)
+        if rebooted:
+            await self.store.settle()
         await self.commands.recover(self.sandboxes.get)
         await self.checkpoints.recover()
         faults.reached("adopt.recovered")
@@ -100,28 +122,41 @@ class Edge:
         self.spawn(self._sweep())
         self.beat()
 
-    async def _adopt(self, records: list[Record], fenced: bool) -> None:
+    async def _adopt(self, records: list[Record], lost: Exit | None) -> None:
         now = time.monotonic()
         live = []
+        plans: dict[str, LaunchPlan] = {}
         for record in records:
             self.requests[record.principal, record.project, record.burst, record.index] = record.ulid
             self.intake.slots.taken(record.slot)
             if record.state is State.STOPPED:
                 record.plan = b""
                 self.ended[record.ulid] = (record, Story(lines=[f"ended: {record.exit}"]))
-            else:
-                live.append(record)
+                continue
+            try:
+                plans[record.ulid] = _plan.decode(record.plan)
+            except msgspec.MsgspecError as error:
+                self._unreadable(record, str(error))
+                continue
+            record.plan = b""
+            live.append(record)
         self.ended = OrderedDict(sorted(self.ended.items(), key=lambda item: item[1][0].ended_ts))
+        # From here on steps of the machine's clock change nothing: how old they are is asked once.
+        for ulid, (record, _) in self.ended.items():
+            self._forgetting.append((now + self._retention - min(max(0.0, time.time() - record.ended_ts), self._retention), ulid))
         survivors: dict[str, tuple[Instance, bool]] = {}
         ends: dict[str, Exit] = {}
         for at in range(0, len(live), 16):
             part = live[at : at + 16]
-            found = await asyncio.gather(*(self._find(record) for record in part)) if not fenced else [None] * len(part)
+            found = (
+                await asyncio.gather(*(self._find(record, plans[record.ulid]) for record in part)) if lost is None else [None] * len(part)
+            )
             survivors |= {record.ulid: each for record, each in zip(part, found, strict=True) if each is not None}
             for record in part:
                 planner = self.host.planners.get(record.spec.backend)
-                how = await planner.backend.last_exit(record.ulid) if planner is not None and record.ulid not in survivors else None
-                if how is not None:
+                if planner is None or lost is not None or record.ulid in survivors:
+                    continue
+                if (how := await planner.backend.last_exit(record.ulid)) is not None:
                     ends[record.ulid] = how
             await asyncio.sleep(0)  # heartbeats between the slices
         faults.reached("adopt.found")
@@ -133,18 +168,28 @@ class Edge:
         for number, record in enumerate(live):
             if number % SLICE == SLICE - 1:
                 await asyncio.sleep(0)  # ten thousand at once would hold the loop for half a second
-            self._take_up(record, survivors.get(record.ulid), fenced, ends.get(record.ulid), now)
+            self._take_up(record, plans.pop(record.ulid), survivors.get(record.ulid), lost or ends.get(record.ulid), now)
         faults.reached("adopt.taken")
         log.info("edge.adopted", alive=len(survivors), ended=len(live) - len(survivors), remembered=len(self.ended))
 
-    async def _find(self, record: Record) -> tuple[Instance, bool] | None:
+    def _unreadable(self, record: Record, error: str) -> None:
+        """Another version of the Edge wrote what this one cannot read: that is an end like others, and must not keep the node from
+        serving. What there is of it is freed as everything that no record names."""
+        log.error("edge.unreadable_record", sandbox=record.ulid, error=error)
+        how = Exit(reason=ExitReason.BROKEN, detail="what was recorded of it cannot be read", wall_ts=time.time())
+        record.state, record.exit, record.ended_ts, record.plan = State.STOPPED, how, how.wall_ts, b""
+        self.ended[record.ulid] = (record, Story(lines=[f"ended: {how}"]))
+        self.store.post(record)
+        self.emit("stopped", record, msgspec.to_builtins(how))
+
+    async def _find(self, record: Record, plan: LaunchPlan) -> tuple[Instance, bool] | None:
         """What lives of it, and whether that stands still. What the kernel shows counts, for an Edge may have died before it had
         written what it did; only what was about to run goes on."""
         if record.state in (State.PENDING, State.CREATING, State.STOPPING) or record.spec.backend not in self.host.planners:
             return None
         backend = self.host.planners[record.spec.backend].backend
         try:
-            instance = await backend.adopt(_plan.decode(record.plan))
+            instance = await backend.adopt(plan)
             if instance is None:
                 return None
             still = await instance.stands_still()
@@ -158,10 +203,9 @@ class Edge:
             return None
         return instance, still
 
-    def _take_up(self, record: Record, found: tuple[Instance, bool] | None, fenced: bool, last: Exit | None, now: float) -> None:
+    def _take_up(self, record: Record, plan: LaunchPlan, found: tuple[Instance, bool] | None, last: Exit | None, now: float) -> None:
         planner = self.host.planners.get(record.spec.backend) or next(iter(self.host.planners.values()))
-        sandbox = Sandbox(self, self.name, record, _plan.decode(record.plan), planner.backend, record.slot)
-        record.plan = b""
+        sandbox = Sandbox(self, self.name, record, plan, planner.backend, record.slot)
         sandbox.story.add(f"adopted from {record.state} by {self.store.incarnation}")
         self.enter(sandbox)
         instance, frozen = found if found is not None else (None, False)
@@ -169,11 +213,9 @@ class Edge:
         how = None
         if event is On.ADOPTED_PARTIAL:
             sandbox.life = msgspec.structs.replace(sandbox.life, ready=record.state not in STARTING)
-            if fenced:
-                how = Exit(reason=ExitReason.NODE_LOST, detail="the node was declared lost while it was away")
-            elif record.exit is not None:
+            if record.exit is not None:
                 how = record.exit
-            elif record.state in STARTING:
+            elif record.state in STARTING and (last is None or last.reason is not ExitReason.NODE_LOST):
                 how = Exit(reason=ExitReason.LAUNCH_FAILED, detail="the Edge restarted while it was being launched")
             elif last is not None:
                 how = last
@@ -187,8 +229,8 @@ class Edge:
             # A restarted Edge cannot know which claims were acknowledged: all count as claimed, and the lease gets a whole period.
             self.leases.add(record.lease, (record.principal, record.project), record.lease_ttl_ms / 1000, record.ulid, now, claimed=True)
         unfinished = record.state is not State.PAUSED
-        if record.still_ts:  # it stood still while no Edge was there
-            record.stood_ms, record.still_ts = record.stood_ms + max(0, round((time.time() - record.still_ts) * 1000)), 0.0
+        if record.still_at:  # it stood still while no Edge was there
+            record.stood_ms, record.still_at = record.stood_ms + max(0, round((now - record.still_at) * 1000)), 0.0
         sandbox.feed(event, how)
         self.workers.adopted(sandbox)
         if event is On.ADOPTED_PAUSED and unfinished:
@@ -219,6 +261,7 @@ class Edge:
         self.workers.stopped(sandbox)
         if self.leave(sandbox):
             self.ended[record.ulid] = (record, sandbox.story)
+            self._forgetting.append((time.monotonic() + self._retention, record.ulid))
             self.intake.slots.give_back(sandbox.slot)
         how = sandbox.life.exit
         detail: dict[str, object] = msgspec.to_builtins(how) if how is not None else {}
@@ -324,7 +367,7 @@ class Edge:
             await asyncio.sleep(self.config.sweep_ms / 1000)
             now = time.monotonic()
             self._look_at_clocks(now)
-            lapsed, orphans = self.leases.expired(now)
+            lapsed, orphans = self.leases.expired(now) if await self._may_lapse(now) else ((), ())
             for ulid in lapsed:
                 if (sandbox := self.sandboxes.get(ulid)) is not None:
                     self.spawn(sandbox.on_lease())
@@ -334,7 +377,23 @@ class Edge:
             await self.commands.flush()
             self.checkpoints.sweep_soon()
             self.workers.sweep(now)
-            await self._forget_ended(time.time() - self.config.stopped_retention_ms / 1000)
+            await self._forget_ended(now)
+
+    async def _may_lapse(self, now: float) -> bool:
+        """A lease lapses only where its renewal would have come in: the bus answers, and what it had for us before has been read."""
+        if not self.bus.connected or not (self._mute or self.leases.due(now)):
+            return True  # while the bus is away the clocks stand still
+        try:
+            await self.bus.flush(BUS_PATIENCE)
+        except DsecError as error:
+            log.warning("edge.bus_mute", error=str(error), text="no lease lapses meanwhile")
+            self._mute = True
+            self.leases.away(now)
+            return False
+        if self._mute:
+            self._mute = False
+            self.leases.back(time.monotonic())
+        return True
 
     def _look_at_clocks(self, now: float) -> None:
         again = []
@@ -367,22 +426,16 @@ class Edge:
                 record = known[0]
                 self.requests.pop((record.principal, record.project, record.burst, record.index), None)
 
-    async def _forget_ended(self, horizon: float) -> None:
-        old = []
-        for ulid, (record, _) in self.ended.items():
-            if record.ended_ts >= horizon:
-                break
-            old.append((ulid, record))
-        if not old:
-            return
-        for ulid, record in old:
-            del self.ended[ulid]
-            self.commands.forgotten(ulid)
-            self.requests.pop((record.principal, record.project, record.burst, record.index), None)
+    async def _forget_ended(self, now: float) -> None:
+        old: list[str] = []
+        while self._forgetting and self._forgetting[0][0] <= now:
+            old.append(self._forgetting.popleft()[1])
         try:
-            await self.store.forget(horizon)
+            if old:
+                await self.prune([ulid for ulid in old if ulid in self.ended])
         except NodeError as error:
             log.error("edge.forget_failed", error=str(error))
+            self._forgetting.extendleft((now, ulid) for ulid in old)
 
     def _on_bus(self, what: str, _detail: str) -> None:
         if what == "disconnected":
@@ -441,7 +494,7 @@ class Edge:
             states=dict(Counter(str(sandbox.state) for sandbox in self.sandboxes.values())),
             principals=dict(self.owners),
             exclusive=self.exclusive(),
-            draining=self.draining or self.adopting or self.stopping,
+            draining=self.draining or self.adopting or self.stopping or self.standing.in_doubt(),
             layers=len(self.stood_on),
             loop_lag_ms=round(lag * 1000, 3),
             leaving=leaving,

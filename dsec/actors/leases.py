@@ -100,6 +100,10 @@ class Leases:
             for ulid in entry.unclaimed:
                 entry.unclaimed[ulid] = now + max(self._unclaimed, entry.ttl)
 
+    def due(self, now: float) -> bool:
+        """Whether `expired` would name any, were the clocks running."""
+        return any(now >= entry.expires or any(now >= at for at in entry.unclaimed.values()) for entry in self.held.values())
+
     def expired(self, now: float) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """(ulids whose lease lapsed, ulids that no lease ever named). They stay members until `remove`, but are told once a lapse."""
         if self._away_since:

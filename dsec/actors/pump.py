@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import NamedTuple
 
 import msgspec
@@ -44,10 +44,16 @@ class Piece(NamedTuple):
 class Pump:
     """One reader on one operation. The newest that does not only view holds the streams: the command waits for it and for no other.
 
-    ``ended`` hears how the operation ended, before the reader does."""
+    ``ended`` hears how the operation ended, before the reader does; ``surely`` is awaited before that, and may raise instead."""
 
     def __init__(
-        self, bulk: Bus, subject: str, link: GuestLink, request: OutputRequest, ended: Callable[[OpStatus], object] = lambda _status: None
+        self,
+        bulk: Bus,
+        subject: str,
+        link: GuestLink,
+        request: OutputRequest,
+        ended: Callable[[OpStatus], object] = lambda _status: None,
+        surely: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         self.reader = request.reader
         self.op = request.op
@@ -55,6 +61,7 @@ class Pump:
         self._subject = subject
         self._link = link
         self._ended = ended
+        self._surely = surely
         self._from = (request.stdout, request.stderr)
         self._credit = request.credit
         self._acks = request.acks
@@ -128,6 +135,8 @@ class Pump:
                     await self._send_surely(OutputChunk(reader="", eof=True, offset=status.stdout.total))
                 while status.running and not self._closed:  # it has closed its output and goes on, or is being reaped just now
                     status = await self._link.wait(self.op, LAST_WAIT)
+                if self._surely is not None:
+                    await self._surely()
                 self._ended(status)
                 end = OutputChunk(reader="", end=True, status=bounded(status))
                 await self._send_surely(end)

@@ -34,30 +34,45 @@ from dsec.bus.bus import Bus, loop_name, run
 from dsec.bus.events import EventPublisher
 from dsec.bus.streams import EventsConfig, ensure_events_stream
 from dsec.config import Config
-from dsec.errors import Conflict, DsecError, InvalidRequest, Unavailable
+from dsec.errors import Conflict, DsecError, InvalidRequest
 from dsec.model import check_edge_name
 
 log = structlog.get_logger("dsec.run")
+STREAM_PAUSE = 2.0  # seconds between attempts to see that the events stream is there
 
 
 async def connect(config: Config, name: str, *, bulk: bool = False) -> Bus:
+    """Pings are so frequent that touch is proved several times within the silence of which an Edge thinks nothing (`standing`)."""
     bus = config.bus
     timeout = bus.connect_timeout_ms / 1000
-    connected: Bus = await Bus.connect(bus.url, name=name, unit=bus.scale_unit, bulk=bulk, creds=bus.creds, connect_timeout=timeout)
+    ping = min(bus.ping_ms, config.watcher.lost_after_ms / 8) / 1000
+    connected: Bus = await Bus.connect(
+        bus.url, name=name, unit=bus.scale_unit, bulk=bulk, creds=bus.creds, connect_timeout=timeout, ping_interval=ping
+    )
     return connected
 
 
-async def _ensure_stream(bus: Bus, config: Config) -> None:
-    """The events stream exists; the actors do not wait for it where JetStream is away: events are spooled."""
+async def _ensure_stream(bus: Bus, config: Config, stack: AsyncExitStack) -> None:
+    """See that the events stream exists; the actors do not wait for long where JetStream is away: events are spooled until it is there."""
     wanted = EventsConfig(
         max_age=config.bus.events_max_age_ms / 1000, max_bytes=config.bus.events_max_bytes, replicas=config.bus.events_replicas
     )
-    try:
-        await ensure_events_stream(bus, wanted)
-    except Conflict as error:
-        log.warning("run.stream_differs", error=str(error))
-    except DsecError as error:
-        log.warning("run.no_stream", error=str(error))
+
+    async def ensure() -> None:
+        while True:
+            try:
+                await ensure_events_stream(bus, wanted)
+                return
+            except Conflict as error:
+                log.warning("run.stream_differs", error=str(error))
+                return
+            except DsecError as error:
+                log.warning("run.no_stream", error=str(error))
+            await asyncio.sleep(STREAM_PAUSE)
+
+    task = asyncio.ensure_future(ensure())
+    stack.callback(task.cancel)
+    await asyncio.wait([task], timeout=STREAM_PAUSE)
 
 
 async def _until(what: str, ask: Callable[[], Awaitable[Any]]) -> Any:
@@ -66,7 +81,9 @@ async def _until(what: str, ask: Callable[[], Awaitable[Any]]) -> Any:
     while True:
         try:
             return await ask()
-        except Unavailable as error:
+        except DsecError as error:
+            if not error.retryable:
+                raise
             log.warning("run.waits", what=what, error=str(error))
             await asyncio.sleep(pause)
             pause = min(2.0, pause * 2)
@@ -99,7 +116,7 @@ async def watcher(config: Config) -> AsyncIterator[Watcher]:
     async with AsyncExitStack() as stack:
         bus = await connect(config, "watcher")
         stack.push_async_callback(bus.close)
-        await _ensure_stream(bus, config)
+        await _ensure_stream(bus, config, stack)
         fences = await _until("fence records", lambda: Fences.open(bus, config.bus.events_replicas))
         spool = Path(config.edge.state_dir) / "spool-watcher"
         events = await EventPublisher(bus, "watcher", spool, spool_limit=config.bus.spool_max_bytes).start()
@@ -121,7 +138,7 @@ async def edge(config: Config) -> AsyncIterator[Edge]:
         stack.push_async_callback(control.close)
         bulk = await connect(config, f"edge {name}", bulk=True)
         stack.push_async_callback(bulk.close)
-        await _ensure_stream(control, config)
+        await _ensure_stream(control, config, stack)
         fences = await _until("fence records", lambda: Fences.open(control, config.bus.events_replicas))
         fenced = await _until("fence record", lambda: fences.enter(name, store.incarnation))
         host = Host(config, name, int(store.incarnation.rpartition(".")[2]))
@@ -129,9 +146,9 @@ async def edge(config: Config) -> AsyncIterator[Edge]:
         events = await EventPublisher(control, name, Path(config.edge.state_dir) / "spool", spool_limit=config.bus.spool_max_bytes).start()
         memory, cpus, pid_max = capacity.node_has()
         limits = capacity.limits(config.edge, memory=memory, cpus=cpus, pid_max=pid_max)
-        actor = Edge(control, bulk, config.edge, name, store, host, limits, events)
+        actor = Edge(control, bulk, config.edge, name, store, host, limits, events, fences, config.watcher.lost_after_ms / 2000)
         stack.push_async_callback(_leave, actor, fences)
-        await actor.start(records, fenced)
+        await actor.start(records, fenced, rebooted=store.rebooted)
         if fenced:
             await _until("fence record", lambda: fences.told(name))
         await Verbs(actor).serve()

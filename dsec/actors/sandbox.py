@@ -120,12 +120,12 @@ class Sandbox:
             self.life = msgspec.structs.replace(self.life, exit=msgspec.structs.replace(self.life.exit, wall_ts=time.time()))
         now = time.monotonic()
         if _stands_still(before.state) and not _stands_still(self.state):
-            self.record.stood_ms, self.record.still_ts = self.stood_ms, 0.0
+            self.record.stood_ms, self.record.still_at = self.stood_ms, 0.0
         if self.state is State.RUNNING and before.state is not State.RUNNING:
             self.clocks.start(now)
         elif _stands_still(self.state) and not _stands_still(before.state):
             self.clocks.pause(now)
-            self.record.still_ts = time.time()
+            self.record.still_at = now
         for effect in effects:
             self._do(effect)
 

@@ -24,9 +24,11 @@ import structlog
 
 from dsec import faults
 from dsec.errors import Conflict, NodeError
-from dsec.model import Exit, LayerRef, Paused, SandboxSpec, State
+from dsec.model import Exit, ExitReason, LayerRef, Paused, SandboxSpec, State
 
 log = structlog.get_logger("dsec.store")
+
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 # Statements by version: a database of version n gets MIGRATIONS[n:] in one transaction. Never edit an entry; append.
 MIGRATIONS: tuple[tuple[str, ...], ...] = (
@@ -74,7 +76,7 @@ class Record(msgspec.Struct, kw_only=True, omit_defaults=True):
     ended_ts: float = 0.0
     paused: Paused | None = None  # of one that is paused: what that gave back
     stood_ms: int = 0  # how long it stood still in pauses that have ended
-    still_ts: float = 0.0  # when the one that has not began
+    still_at: float = 0.0  # when the one that has not began: the machine's monotonic clock, as it does not outlive the machine
 
 
 class CommandRow(msgspec.Struct, kw_only=True):
@@ -92,6 +94,15 @@ class Store(Protocol):
     """What an Edge asks of its records. Writes are durable when the awaited call returns."""
 
     incarnation: str
+    rebooted: bool  # the machine has been started anew since the last time
+
+    async def settle(self) -> None:
+        """What was recorded before the machine was started anew has been seen to."""
+        ...
+
+    async def renew(self) -> str:
+        """Count as a start what is none; answers the new incarnation, which ``incarnation`` is not yet."""
+        ...
 
     async def open(self) -> list[Record]:
         """Open, migrate, count this start; answers every record."""
@@ -103,10 +114,6 @@ class Store(Protocol):
 
     def post(self, record: Record) -> None:
         """As `update`, without waiting: for changes that a restart would find out anyway."""
-        ...
-
-    async def forget(self, ended_before: float) -> None:
-        """Remove records of sandboxes that ended before this wall-clock time."""
         ...
 
     async def prune(self, ulids: Sequence[str]) -> None:
@@ -146,6 +153,7 @@ class Store(Protocol):
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(Record).decode
+_ALL = "SELECT ulid, record, plan, burst, idx, principal, project, ended FROM sandbox ORDER BY ulid"
 _INSERT = "INSERT INTO sandbox (ulid, burst, idx, principal, project, state, record, plan, ended) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)"
 _UPDATE = "UPDATE sandbox SET state = ?, record = ?, ended = ? WHERE ulid = ?"
 _PUT_COMMAND = "INSERT OR REPLACE INTO command (ulid, seq, step, done, entry, result) VALUES (?, ?, ?, ?, ?, ?)"
@@ -164,14 +172,24 @@ class SqliteStore:
         self._lock = -1
         self._broken: BaseException | None = None
         self.incarnation = ""
+        self.rebooted = False
+        self._starts = 0
 
     async def open(self) -> list[Record]:
-        """Raises `Conflict` when another Edge holds the directory, `NodeError` for a database of a newer version."""
+        """Raises `Conflict` when another Edge holds the directory or a newer version wrote it (reason ``version``)."""
         self._loop = asyncio.get_running_loop()
         opened: asyncio.Future[list[Record]] = self._loop.create_future()
         self._thread = threading.Thread(target=self._write, args=(opened,), name="dsec-store", daemon=True)
         self._thread.start()
         return await opened
+
+    async def settle(self) -> None:
+        await self._do("UPDATE meta SET value = ? WHERE key = 'boot'", [(_boot_id(),)])
+
+    async def renew(self) -> str:
+        await self._do("UPDATE meta SET value = value + 1 WHERE key = 'starts'", [()])
+        self._starts += 1
+        return f"{self.incarnation.partition('.')[0]}.{self._starts}"
 
     async def insert(self, records: Iterable[Record]) -> None:
         rows = []
@@ -185,9 +203,6 @@ class SqliteStore:
 
     def post(self, record: Record) -> None:
         self._jobs.put((_UPDATE, [_row(record)], None))
-
-    async def forget(self, ended_before: float) -> None:
-        await self._do("DELETE FROM sandbox WHERE ended > 0 AND ended < ?", [(ended_before,)])
 
     async def prune(self, ulids: Sequence[str]) -> None:
         await self._do("DELETE FROM sandbox WHERE ended > 0 AND ulid = ?", [(ulid,) for ulid in ulids])
@@ -259,13 +274,13 @@ class SqliteStore:
         try:
             db = self._connect()
             records = []
-            for ulid, blob, plan in db.execute("SELECT ulid, record, plan FROM sandbox ORDER BY ulid"):
+            for ulid, blob, plan, *of in db.execute(_ALL):
                 try:
                     record = _decode(blob)
+                    record.plan = plan
                 except msgspec.MsgspecError as error:  # one that cannot be read must not keep the whole node from serving
                     log.error("store.unreadable_record", ulid=ulid, error=str(error))
-                    continue
-                record.plan = plan
+                    record = _remains(ulid, *of)
                 records.append(record)
         except (Conflict, NodeError, OSError, sqlite3.Error, msgspec.MsgspecError) as error:
             self._unlock()
@@ -342,16 +357,24 @@ class SqliteStore:
         db.execute("PRAGMA wal_autocheckpoint=4000")
         version = db.execute("PRAGMA user_version").fetchone()[0]
         if version > len(MIGRATIONS):
-            raise NodeError("the records were written by a newer version", field="edge.state_dir", value=str(self._dir), reason="store")
+            raise Conflict(
+                f"the records were written by a newer version (format {version}, this one reads up to {len(MIGRATIONS)})",
+                field="edge.state_dir",
+                value=str(self._dir),
+                reason="version",
+                fix="start the newer version, or give this one a state directory of its own",
+            )
         with _transaction(db):
             for statements in MIGRATIONS[version:]:
                 for statement in statements:
                     db.execute(statement)
             db.execute(f"PRAGMA user_version={len(MIGRATIONS)}")
-            db.execute("INSERT OR IGNORE INTO meta VALUES ('uuid', ?), ('starts', '0')", (uuid.uuid4().hex,))
+            db.execute("INSERT OR IGNORE INTO meta VALUES ('uuid', ?), ('boot', ?), ('starts', '0')", (uuid.uuid4().hex, _boot_id()))
             db.execute("UPDATE meta SET value = value + 1 WHERE key = 'starts'")
         meta = dict(db.execute("SELECT key, value FROM meta"))
-        self.incarnation = f"{meta['uuid']}.{meta['starts']}"
+        self._starts = int(meta["starts"])
+        self.incarnation = f"{meta['uuid']}.{self._starts}"
+        self.rebooted = meta["boot"] != _boot_id()
         return db
 
     def _unlock(self) -> None:
@@ -368,6 +391,14 @@ class MemoryStore:
         self._commands: dict[tuple[str, int], CommandRow] = {}
         self._checkpoints: dict[str, bytes] = {}
         self.incarnation = f"{uuid.uuid4().hex}.1"
+        self.rebooted = False
+
+    async def settle(self) -> None:
+        return None
+
+    async def renew(self) -> str:
+        uid, _, starts = self.incarnation.partition(".")
+        return f"{uid}.{int(starts) + 1}"
 
     async def open(self) -> list[Record]:
         return list(self.records.values())
@@ -381,11 +412,6 @@ class MemoryStore:
 
     def post(self, record: Record) -> None:
         self.records[record.ulid] = record
-
-    async def forget(self, ended_before: float) -> None:
-        for ulid in [r.ulid for r in self.records.values() if 0 < r.ended_ts < ended_before]:
-            del self.records[ulid]
-            self._forget_commands(ulid)
 
     def _forget_commands(self, ulid: str) -> None:
         for key in [key for key in self._commands if key[0] == ulid]:
@@ -431,6 +457,21 @@ class MemoryStore:
 
     async def close(self) -> None:
         return None
+
+
+def _remains(ulid: str, burst: str, index: int, principal: str, project: str, ended: float) -> Record:
+    """What is known of a sandbox whose record cannot be read: whose it was, and whether it had ended. It has no plan."""
+    state, how = State.STOPPING, None
+    if ended:
+        state, how = State.STOPPED, Exit(reason=ExitReason.BROKEN, detail="what was recorded of it cannot be read", wall_ts=ended)
+    spec = SandboxSpec(image="unknown")
+    return Record(
+        ulid=ulid, burst=burst, index=index, principal=principal, project=project, spec=spec, state=state, exit=how, ended_ts=ended
+    )
+
+
+def _boot_id() -> str:
+    return BOOT_ID.read_text().strip()
 
 
 def _row(record: Record) -> tuple[Any, ...]:

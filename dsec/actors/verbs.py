@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from dsec import faults
+from dsec.actors.drain import Drain
 from dsec.actors.edge import Edge
 from dsec.actors.pump import Pump, Readers, bounded
 from dsec.actors.sandbox import Sandbox, ended
@@ -65,7 +66,7 @@ from dsec.bus.messages import (
 )
 from dsec.bus.subjects import Caller
 from dsec.errors import DsecError, InvalidRequest, NotFound, SandboxGone, to_body
-from dsec.model import Checkpoint, ExecSpec, Exit, ExitReason, FileReply, FileRequest, Paused, SandboxInfo, State
+from dsec.model import Checkpoint, ExecSpec, Exit, ExitReason, FileReply, FileRequest, Paused, SandboxInfo
 
 LIST_BYTES = 600_000  # of one ListReply, estimated
 Rows = list[Checkpoint]  # a method is called `list`
@@ -78,9 +79,11 @@ class Verbs:
     def __init__(self, edge: Edge) -> None:
         self.edge = edge
         self._readers = Readers()
+        self._drain = Drain(edge)
 
     async def serve(self) -> None:
         edge, unit = self.edge, self.edge.bus.unit
+        surely = edge.standing.guard
         meta = {"edge": edge.name, "incarnation": edge.store.incarnation}
         control: list[tuple[str, Any, Any, Any]] = [
             ("exec", ExecRequest, ExecReply, self.exec),
@@ -110,7 +113,7 @@ class Verbs:
             [
                 Route(
                     subject=subjects.sandbox_verb(unit, edge.name, name),
-                    verbs=(Verb(name=name, request=request, reply=reply, handler=handler),),
+                    verbs=(Verb(name=name, request=request, reply=reply, handler=surely(handler)),),
                     verb_of=_fourth,
                     caller_of=_caller,
                 )
@@ -125,19 +128,25 @@ class Verbs:
                 Verb(name="drain", request=DrainRequest, reply=EdgeInfo, handler=self.drain),
                 Verb(name="info", request=Empty, reply=EdgeInfo, handler=self.edge_info),
                 Verb(name="lives", request=LivesRequest, reply=LivesReply, handler=lambda _, request: edge.workers.lives(request)),
+                Verb(name="doubt", request=Empty, handler=self.doubt),
             ),
             verb_of=subjects.edge_verb,
         )
         for_all = Route(
             subject=subjects.everyone_all(unit),
             verbs=(
-                Verb(name="list", request=Selector, reply=ListReply, handler=self.list),
-                Verb(name="stop", request=Selector, reply=ManyReply, handler=self.stop_many),
-                Verb(name="pause", request=Selector, reply=ManyReply, handler=self.pause_many),
-                Verb(name="resume", request=Selector, reply=ManyReply, handler=self.resume_many),
-                Verb(name="prune", request=Selector, reply=ManyReply, handler=self.prune),
-                Verb(name="checkpoints", request=CheckpointSelector, reply=CheckpointsReply, handler=self.checkpoints),
-                Verb(name="uncheckpoint", request=CheckpointSelector, reply=ManyReply, handler=self.uncheckpoint),
+                Verb(name="list", request=Selector, reply=ListReply, handler=surely(self.list, again=True)),
+                Verb(name="stop", request=Selector, reply=ManyReply, handler=surely(self.stop_many, again=True)),
+                Verb(name="pause", request=Selector, reply=ManyReply, handler=surely(self.pause_many, again=True)),
+                Verb(name="resume", request=Selector, reply=ManyReply, handler=surely(self.resume_many, again=True)),
+                Verb(name="prune", request=Selector, reply=ManyReply, handler=surely(self.prune, again=True)),
+                Verb(
+                    name="checkpoints",
+                    request=CheckpointSelector,
+                    reply=CheckpointsReply,
+                    handler=surely(self.checkpoints, again=True),
+                ),
+                Verb(name="uncheckpoint", request=CheckpointSelector, reply=ManyReply, handler=surely(self.uncheckpoint, again=True)),
                 Verb(name="beat", request=Empty, reply=Heartbeat, handler=self.beat),
                 Verb(name="cancel", request=CancelRequest, reply=Empty, handler=self.cancel),
                 Verb(name="ended", request=EndsWith, reply=Empty, handler=lambda _, request: edge.workers.end(request)),
@@ -258,11 +267,12 @@ class Verbs:
         self, sandbox: Sandbox, key: tuple[str, str], subject: str, request: OutputRequest, started: asyncio.Future[None]
     ) -> None:
         pump: Pump | None = None
+        standing = self.edge.standing
         try:
             async with sandbox.awake(serving=False) as instance:
                 await instance.link.wait(request.op, 0)  # an unknown operation is told to the caller, not to the stream
                 ended = functools.partial(self.edge.commands.ended, sandbox.record.ulid)
-                pump = Pump(self.edge.bulk, subject, instance.link, request, ended)
+                pump = Pump(self.edge.bulk, subject, instance.link, request, ended, functools.partial(standing.same, standing.turn))
                 if self._readers.add(key, pump, request.replaces):
                     await instance.link.resize(request.op, *pump.size)
                 if not started.done():
@@ -498,17 +508,15 @@ class Verbs:
     async def launch(self, _context: Context, request: LaunchRequest) -> LaunchReply:
         return await self.edge.intake.launch(request)
 
-    async def drain(self, _context: Context, request: DrainRequest) -> EdgeInfo:
-        """Take no more; with mode "stop" or "pause" also see to those that are here."""
-        edge = self.edge
-        edge.draining = not request.undo
-        edge.beat()
-        if edge.draining and request.mode == "stop":
-            await edge.stop_all(Exit(reason=ExitReason.DRAINED, detail="the node was drained"))
-        elif edge.draining and request.mode == "pause":
-            running = [sandbox for sandbox in edge.sandboxes.values() if sandbox.state is State.RUNNING]
-            await asyncio.gather(*(sandbox.pause() for sandbox in running), return_exceptions=True)
-        return self._info()
+    async def drain(self, context: Context, request: DrainRequest) -> EdgeInfo:
+        """Take no more; with mode "stop" or "pause" also see to those that are here. It goes on when the caller's time is up."""
+        trouble = await self._drain.order(request, _wait(context, 5_000))
+        return msgspec.structs.replace(self._info(), trouble=trouble)
+
+    def doubt(self, _context: Context, _request: Empty) -> Empty:
+        """A Watcher hears us, and has declared us lost."""
+        self.edge.standing.doubt()
+        return Empty()
 
     async def edge_info(self, _context: Context, _request: Empty) -> EdgeInfo:
         return self._info()

@@ -14,7 +14,7 @@ from dsec.actors.fence import Fences
 from dsec.bus import subjects
 from dsec.bus.actor import Context, Route, Verb
 from dsec.bus.bus import Bus
-from dsec.bus.messages import ClusterView, Empty, Event, Heartbeat
+from dsec.bus.messages import ClusterView, Empty, Event, Heartbeat, Message
 from dsec.bus.subjects import Caller
 from dsec.bus.transport import Msg
 from dsec.config import WatcherConfig
@@ -89,6 +89,9 @@ class Watcher:
 
     def _on_beat(self, beat: Heartbeat, _msg: Msg | None) -> None:
         loop = asyncio.get_running_loop()
+        if self.cluster.behind_fence(beat):  # it may never have noticed that nobody heard it
+            self._post(subjects.edge(self.bus.unit, beat.edge, "doubt"), Empty())
+            return
         if beat.leaving:
             changed = self.cluster.leave(beat.edge, beat.incarnation)
         else:
@@ -118,10 +121,13 @@ class Watcher:
         # One that has heard nobody yet knows nothing, which is not to know that there is nobody.
         if not self.bus.connected or not self._greeted or (not self.cluster.nodes and now < self._began + FIRST_BEATS):
             return
+        self._post(subjects.view(self.bus.unit), self.cluster.view(self.name, now))
+
+    def _post(self, subject: str, message: Message) -> None:
         try:
-            self.bus.post(subjects.view(self.bus.unit), self.cluster.view(self.name, now))
+            self.bus.post(subject, message)
         except DsecError as error:
-            log.warning("watcher.view_lost", error=str(error))
+            log.warning("watcher.not_told", subject=subject, error=str(error))
 
     async def _publish(self) -> None:
         while True:

@@ -212,7 +212,7 @@ class ContainerBackend:
                     linger=self.options.holder_linger,
                 )
                 try:
-                    hello = await self._holder.request("hello")
+                    hello = await self._holder.hello()
                     break
                 except Unavailable:  # we met one that was just ending
                     if last:

@@ -35,7 +35,7 @@ from typing import Any
 from dsec import syscalls
 from dsec.backends.holder_disks import DiskStores
 from dsec.backends.holder_heir import Heirs
-from dsec.backends.holder_parts import Call, Edge, Refused, Sandbox
+from dsec.backends.holder_parts import PROTO, PROTO_MIN, Call, Edge, Refused, Sandbox
 from dsec.backends.ondemand import OnDemand
 from dsec.backends.zygotes import Zygotes
 
@@ -149,6 +149,8 @@ class Holder(OnDemand, Zygotes, DiskStores, Heirs):
     def op_hello(self, _call: Call) -> dict[str, Any]:
         return {
             "pid": os.getpid(),
+            "proto": PROTO,
+            "proto_min": PROTO_MIN,
             "root": f"{self.place}/root",
             "prefix": f"{self.place}/l",
             "by_paths": self.by_paths,

@@ -18,7 +18,8 @@ from typing import Any
 import aiofiles
 import msgspec
 
-from dsec.errors import DsecError, NodeError, Unavailable
+from dsec.backends.holder_parts import PROTO, PROTO_MIN
+from dsec.errors import Conflict, DsecError, NodeError, Unavailable
 from dsec.layers.mounts import LayerMount
 
 START_TIMEOUT = 20.0
@@ -85,6 +86,12 @@ class HolderClient:
             if asyncio.get_running_loop().time() > end:
                 raise NodeError(f"the holder did not serve within {START_TIMEOUT} s", reason="holder")
             await asyncio.sleep(_POLL)
+
+    async def hello(self) -> dict[str, Any]:
+        """What the holder says of itself. Raises `Conflict` (reason ``version``) where it and this Edge have no protocol in common."""
+        said = await self.request("hello")
+        agree(int(said.get("proto", 1)), int(said.get("proto_min", 1)))
+        return said
 
     async def request(self, op: str, fds: Sequence[int] = (), **fields: Any) -> dict[str, Any]:
         """Ask and wait for the answer. Raises `NodeError` with the holder's words, `Unavailable` when it is gone.
@@ -224,6 +231,20 @@ class HolderClient:
                     os.close(fd)
         self._outbox.clear()
         self._on_lost()
+
+
+def agree(proto: int, proto_min: int) -> int:
+    """The protocol to speak with a holder that speaks ``proto_min`` to ``proto``; raises as `HolderClient.hello`."""
+    if proto < PROTO_MIN or proto_min > PROTO:
+        whose = "an older" if proto < PROTO_MIN else "a newer"
+        raise Conflict(
+            f"this node's sandboxes are held by {whose} version: its holder speaks protocol {proto_min} to {proto}, this Edge {PROTO_MIN} to"
+            f" {PROTO}",
+            field="edge.state_dir",
+            reason="version",
+            fix="start the Edge of that version; `dsec node drain NODE` with it ends or pauses them, and then change versions",
+        )
+    return min(proto, PROTO)
 
 
 def _spawn(argv: Sequence[str], log: str) -> int:

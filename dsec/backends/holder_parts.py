@@ -6,6 +6,9 @@ import socket
 from typing import Any
 
 
+PROTO, PROTO_MIN = 2, 1  # what Edge and holder say to each other; an Edge speaks N and N-1, for a holder lives as long as its sandboxes
+
+
 class Refused(Exception):
     """The request cannot be done; the text goes to the Edge."""
 

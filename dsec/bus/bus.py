@@ -51,6 +51,7 @@ class Bus:
         tls_key: str = "",
         tls_hostname: str = "",
         connect_timeout: float = 5.0,
+        ping_interval: float = 10.0,
     ) -> Connecting:
         """Connect to nats-server.
 
@@ -60,6 +61,7 @@ class Bus:
             creds: path or text of a .creds file.
             inbox: prefix of answer subjects; by default ``_INBOX.<user>``.
             connect_timeout: seconds to keep trying.
+            ping_interval: seconds; a connection on which three in a row were not answered is dead, also when it seems open.
 
         Raises: `Unavailable`, `Denied`, `Unsupported` (server below 2.12), `InvalidRequest`.
         """
@@ -74,7 +76,7 @@ class Bus:
 
             options = NatsOptions(
                 name=label, creds=creds, token=token, user=user, password=password, inbox=inbox, tls_ca=tls_ca, tls_cert=tls_cert,
-                tls_key=tls_key, tls_hostname=tls_hostname, connect_timeout=connect_timeout,
+                tls_key=tls_key, tls_hostname=tls_hostname, connect_timeout=connect_timeout, ping_interval=ping_interval,
             )  # fmt: skip
             return Bus(await NatsTransport.connect(url, options), unit=unit, bulk=bulk)
 

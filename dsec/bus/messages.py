@@ -464,6 +464,7 @@ class EdgeInfo(Message, frozen=True, kw_only=True):
     heartbeat: Heartbeat
     capabilities: tuple[dict[str, object], ...] = ()
     degraded: tuple[str, ...] = ()
+    trouble: tuple[str, ...] = ()  # of a drain: sandboxes that could not be paused, and why
 
 
 # ------------------------------------------------------------------ events

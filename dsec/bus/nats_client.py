@@ -8,6 +8,7 @@ What is replaced, and why:
   the PONG may come back before they have left (seen under uvloop). Here the PING waits its turn in the same buffer.
 * A PONG after a flush's time-out. nats-py sets the result of a cancelled future, which ends its read loop for good.
 * Requests in flight when the connection breaks fail then, not at their own deadline.
+* A connection that takes nothing any more (half-open) is dropped, not closed: closing waits for what was written.
 * A fatal ``-ERR`` (authentication expired, too many connections) closes nats-py's client for ever; here it reconnects.
 """
 
@@ -68,6 +69,8 @@ class DirectClient(Client):
         self._asks: dict[str, tuple[asyncio.Future[Msg], str]] = {}
         self._ask_prefix = ""
         self._ask_next = 0
+        self._pinged: dict[asyncio.Future[Any], float] = {}
+        self.on_touch: Callable[[float], None] = lambda _: None
 
     # ------------------------------------------------------------------ sending
     def post(self, subject: str, data: bytes, reply: str, headers: Mapping[str, str] | None) -> None:
@@ -116,7 +119,10 @@ class DirectClient(Client):
     async def _send_ping(self, future: asyncio.Future[Any] | None = None) -> None:
         if future is None:
             future = asyncio.get_running_loop().create_future()
+        if not self._pongs:  # also after a reconnection, which forgets those that were out
+            self._pinged.clear()
         self._pongs.append(future)
+        self._pinged[future] = asyncio.get_running_loop().time()
         self._pending.append(b"PING\r\n")
         self._pending_data_size += 6
         await self._flush_pending()
@@ -126,6 +132,8 @@ class DirectClient(Client):
         if self._pongs:
             future = self._pongs.pop(0)
             self._pongs_received += 1
+            if (sent := self._pinged.pop(future, None)) is not None:
+                self.on_touch(sent)
             if not future.done():
                 future.set_result(True)
 
@@ -245,7 +253,11 @@ class DirectClient(Client):
                     sub.on_denied(text)
 
     async def _attempt_reconnect(self) -> None:
-        """nats-py goes on only after the errors it thought of; any other would end the reconnecting for good."""
+        """nats-py goes on only after the errors it thought of; any other would end the reconnecting for good. And it would wait until a
+        dead connection has taken what was written to it: on a half-open one that is a quarter of an hour."""
+        writer = getattr(self._transport, "_io_writer", None)
+        if writer is not None:
+            writer.transport.abort()
         while not self.is_closed:
             try:
                 await super()._attempt_reconnect()

@@ -7,6 +7,7 @@ import os
 import random
 import re
 import ssl
+from collections.abc import Callable
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -217,6 +218,14 @@ class NatsTransport:
             self.events.emit("error", f"{type(error).__name__}: {error}")
 
     # ------------------------------------------------------------------ Transport
+    @property
+    def on_touch(self) -> Callable[[float], None]:
+        return self._client.on_touch
+
+    @on_touch.setter
+    def on_touch(self, call: Callable[[float], None]) -> None:
+        self._client.on_touch = call
+
     @property
     def max_payload(self) -> int:
         return int(self._client.max_payload)

@@ -49,6 +49,8 @@ def render_config(
         f"max_payload: {max_payload}",
         "max_pending: 256MB",
         "write_deadline: 10s",
+        'ping_interval: "20s"',  # a client that is gone without a word is dropped within a minute, and is asked no more
+        "ping_max: 2",
         "lame_duck_duration: 30s",
     ]
     if jetstream:

@@ -20,6 +20,7 @@ EVENTS_STREAM = "DSEC_EVENTS"
 TIMEOUT = 5.0  # seconds; a stream whose leader died has a new one in about six
 
 WRONG_SEQUENCE = {10071, 10164}  # JetStream's "wrong last sequence"
+NO_CLUSTER = 10074  # "replicas > 1 not supported in non-clustered mode"
 NOT_FOUND = {10059, 10037, 10014}  # stream, message, consumer
 
 
@@ -65,6 +66,9 @@ def checked(msg: Msg) -> dict[str, Any]:
         raise Conflict(text, reason="revision")
     if code in NOT_FOUND or int(fault.get("code", 0)) == 404:
         raise NotFound(text, reason=str(code))
+    if code == NO_CLUSTER:
+        fix = "1 for a single nats-server, or give bus.url the servers of a cluster"
+        raise InvalidRequest(text, field="bus.events_replicas", fix=fix, reason="replicas")
     if int(fault.get("code", 0)) == 503:
         raise Unavailable(text, reason=str(code))
     raise NodeError(f"JetStream: {text}", reason=str(code), retryable=int(fault.get("code", 0)) >= 500)

@@ -113,6 +113,13 @@ class Transport(Protocol):
     events: Events
 
     @property
+    def on_touch(self) -> Callable[[float], None]:
+        """Called when the server has answered a ping, with the loop's time at which that was sent: until then it heard us."""
+
+    @on_touch.setter
+    def on_touch(self, call: Callable[[float], None]) -> None: ...
+
+    @property
     def max_payload(self) -> int:
         """Bytes in one message, headers included."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -14,7 +14,7 @@ from dsec.commands.common import Settings, age, common, emit, pairs, run, size_t
 from dsec.commands.ids import SANDBOX
 
 if TYPE_CHECKING:
-    from dsec.bus.messages import ClusterView, Event
+    from dsec.bus.messages import ClusterView, EdgeInfo, Event
     from dsec.model import SandboxInfo
     from libdsec import ItemOutcome
 
@@ -275,29 +275,37 @@ def node_ls(settings: Settings) -> None:
 
 @node_command.command("drain")
 @click.argument("node")
-@click.option(
-    "--mode", type=click.Choice(["wait", "stop", "pause"]), default="wait", show_default=True, help="What becomes of its sandboxes."
-)
-@click.option("--undo", is_flag=True, help="Take sandboxes again.")
+@click.option("--wait", "mode", flag_value="wait", help="Return when its last sandbox has ended.")
+@click.option("--stop", "mode", flag_value="stop", help="Stop its sandboxes.")
+@click.option("--pause", "mode", flag_value="pause", help="Pause its sandboxes.")
+@click.option("--undo", "mode", flag_value="undo", help="Take sandboxes again.")
+@click.option("--timeout", type=click.FloatRange(min=0.1), default=None, metavar="SECONDS", help="Give up waiting. [default: never]")
 @common
-def node_drain(settings: Settings, node: str, mode: str, undo: bool) -> None:
-    """Give NODE no new sandboxes."""
+def node_drain(settings: Settings, node: str, mode: str | None, timeout: float | None) -> int:
+    """Give NODE no new sandboxes. Without an option those that it has go on.
 
-    async def work() -> Any:
-        from dsec.bus import subjects
-        from dsec.bus.messages import DrainRequest, EdgeInfo
-        from dsec.model import check_edge_name
+    Exit code 4 when SECONDS pass first, 1 when a sandbox could not be paused; the node goes on draining either way.
+    """
+    from dsec.commands.drain import drain, words
 
-        name = check_edge_name(node)
+    last = ""
+
+    def told(info: EdgeInfo) -> None:
+        nonlocal last
+        line = words(info.heartbeat.states)
+        if mode in ("wait", "stop", "pause") and line != last:
+            click.echo(f"{node}: {line}", err=True)
+        last = line
+
+    async def work() -> EdgeInfo:
         async with settings.connect() as client:
-            wire = client._wire
-            subject = subjects.edge(wire.unit, name, "drain")
-            return await wire.ask_again(
-                subject, DrainRequest(mode=mode, undo=undo), EdgeInfo, timeout=30.0, silence=5.0, what=f"the node {name}"
-            )
+            return await drain(client, node, mode or "mark", timeout=timeout or 0.0, told=told)
 
-    run(work())
+    info = run(work())
     if settings.json:
-        emit({"node": node, "draining": not undo})
+        emit({"node": node, "draining": mode != "undo", "states": info.heartbeat.states, "trouble": info.trouble})
     else:
-        click.echo(f"{node}: {'takes sandboxes again' if undo else 'takes no new sandboxes'}")
+        click.echo(f"{node}: {'takes sandboxes again' if mode == 'undo' else 'takes no new sandboxes'}")
+        for line in info.trouble:
+            click.echo(f"{node}: not paused: {line}", err=True)
+    return outcome.FAILED if info.trouble else 0

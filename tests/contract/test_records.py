@@ -60,7 +60,7 @@ async def _again(store: Store, tmp_path: Path) -> list[Record]:
 
 
 async def test_what_is_written_is_read_again(store: Store, tmp_path: Path) -> None:
-    """Insert, update, post and forget, as a restart sees them."""
+    """Insert, update, post and prune, as a restart sees them."""
     rows = [record(n) for n in range(5)]
     await store.insert(rows)
     rows[0].state = State.RUNNING
@@ -69,7 +69,7 @@ async def test_what_is_written_is_read_again(store: Store, tmp_path: Path) -> No
     await store.update(rows[1])
     rows[2].state, rows[2].ended_ts = State.STOPPED, 99.0
     store.post(rows[2])
-    await store.forget(50.0)
+    await store.prune([rows[1].ulid, rows[3].ulid])  # of those, one has ended
     found = {row.ulid: row for row in await _again(store, tmp_path)}
     assert set(found) == {row.ulid for row in rows if row is not rows[1]}
     assert found[rows[0].ulid].state is State.RUNNING
@@ -137,7 +137,7 @@ async def test_a_full_disk_ends_neither_the_writer_nor_its_log(tmp_path: Path, m
 
 
 async def test_an_unreadable_record_does_not_keep_the_others_from_being_read(tmp_path: Path) -> None:
-    """One that is damaged is left out and stays on disk; the node serves."""
+    """Of one that is damaged it is known whose it was, so that its end can be told; the node serves."""
     store = SqliteStore(tmp_path)
     await store.open()
     rows = [record(1), record(2)]
@@ -147,7 +147,9 @@ async def test_an_unreadable_record_does_not_keep_the_others_from_being_read(tmp
         db.execute("UPDATE sandbox SET record = x'00ff' WHERE ulid = ?", (rows[0].ulid,))
     db.close()
     again = SqliteStore(tmp_path)
-    assert [row.ulid for row in await again.open()] == [rows[1].ulid]
+    found = {row.ulid: row for row in await again.open()}
+    assert set(found) == {rows[0].ulid, rows[1].ulid}
+    assert (found[rows[0].ulid].plan, found[rows[0].ulid].project) == (b"", rows[0].project)
     await again.close()
 
 
@@ -173,7 +175,7 @@ async def test_a_newer_version_is_refused(tmp_path: Path) -> None:
     with sqlite3.connect(tmp_path / "edge.db") as db:
         db.execute(f"PRAGMA user_version={len(MIGRATIONS) + 1}")
     db.close()
-    with pytest.raises(NodeError, match="newer version"):
+    with pytest.raises(Conflict, match="newer version"):
         await SqliteStore(tmp_path).open()
 
 

@@ -55,11 +55,13 @@ class Box:
         self.backends: dict[str, FakeBackend] = {}
         self.nodes: dict[str, FakeNode] = {}
         self.events = Kept()
+        self.trust = 15.0  # seconds out of touch after which an Edge reads its fence
+        self.ping = 10.0
         self._ends: list[Callable[[], Any]] = []
         self._buses: list[Bus] = []
 
     async def bus(self, name: str = "test") -> Bus:
-        bus = await Bus.connect(self.url, name=name)
+        bus = await Bus.connect(self.url, name=name, ping_interval=self.ping)
         self._buses.append(bus)
         return bus
 
@@ -79,10 +81,10 @@ class Box:
         backend = FakeBackend(faults, edge=name, node=node, generation=host.generation)
         host.planners["fake"] = FakePlanner(backend, backend.node)
         limits = capacity.limits(whole.edge, memory=64 * GIB, cpus=8, pid_max=1 << 20)
-        edge = Edge(control, bulk, whole.edge, name, store, host, limits, self.events)
+        edge = Edge(control, bulk, whole.edge, name, store, host, limits, self.events, fences, self.trust)
         self.edges[name], self.backends[name] = edge, backend
         self._ends.append(lambda: self._stop_edge(name, edge))
-        await edge.start(records, fenced)
+        await edge.start(records, fenced, rebooted=store.rebooted)
         if fenced:
             await fences.told(name)
         await Verbs(edge).serve()
