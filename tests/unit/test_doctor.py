@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from pathlib import Path
 
 import msgspec
 import pytest
 
 from dsec import doctor, doctor_probes
+from dsec.backends.guest import build
 
 pytestmark = pytest.mark.guest
 
@@ -44,6 +46,18 @@ def test_disabled_feature_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "DSEC_DISABLE" in (doctor.reason("userns") or "")
     monkeypatch.delenv("DSEC_DISABLE")
     assert "DSEC_DISABLE" not in (doctor.reason("userns") or "")
+
+
+def test_an_agent_that_is_not_compiled_is_told_with_what_to_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """On a fresh clone nothing is wrong: the answer says what compiles it, by hand and by itself."""
+    monkeypatch.setattr(build, "BIN", tmp_path)
+    told = doctor.check("guest")
+    assert told.status == "missing"
+    assert "the first Edge here compiles it" in told.consequence
+    assert "make setup" in told.fix
+    assert f"{sys.executable} -m dsec.backends.guest.build" in told.fix
+    (tmp_path / f"aether-{build.native_arch()}").touch()
+    assert doctor.check("guest").status == "ok"
 
 
 def test_the_disk_that_is_used_is_named_with_the_reason(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
