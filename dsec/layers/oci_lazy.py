@@ -7,17 +7,17 @@ taken for those of a converted image, whose every byte was hashed.
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import json
 import os
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-import aiofiles
+import msgspec
 
 from dsec.errors import Unsupported
-from dsec.layers import blobrange, manifest, oci, oci_model, stargz, tools
+from dsec.layers import blobrange, erofs, manifest, oci, oci_model, stargz, tools
 from dsec.layers.erofs_write import BLOCK, Writer
 from dsec.layers.manifest import VERSION_ORIGIN
 from dsec.layers.oci_model import Descriptor, Manifest
@@ -27,6 +27,7 @@ from dsec.layers.tools import Progress
 from dsec.model import LayerRef
 
 _RECIPE = 1  # raised when the steps below change
+_ONE_TABLE = threading.Lock()  # a table takes up to `stargz.MAX_TOC` and its tree as much again: never two, however many images come
 
 
 async def take(
@@ -41,55 +42,65 @@ async def take(
     ready = await oci.cached(store, recipe)
     if not ready:
         blobs = oci_model.check_layers(found)
-        tables = await asyncio.gather(*(_table(image, blob) for blob in blobs))
         config, notes = oci_model.layer_config(oci_model.read_config(await image.document(found.config)))
         for note in notes:
             progress(note)
-        layers = await tools.in_thread(lambda: [stargz.layer(toc, end) for toc, end in tables])
-        await tools.in_thread(stargz.inherit, layers)
+        # From the lowest on, and put only when all of them could be drawn: an image that must be converted after all leaves nothing.
+        below: stargz.Below = {}
+        sizes = [await _draw(image, blob, below, stage / f"image-{number}") for number, blob in enumerate(blobs)]
         digests: list[str] = []
-        for number, (layer, blob) in enumerate(zip(layers, blobs, strict=True)):
+        for number, blob in enumerate(blobs):
             url = blobrange.url_of(image.reference, blob.digest)
             source = f"{image.label} layer {number + 1} of {len(blobs)}"
-            info = LayerInfo(digest="", stored="split", size=0, source=source, at="/", remote=url)
-            made = await _put(store, layer, stage / f"image-{number}", info)
+            made = await _put(store, stage / f"image-{number}", source, url)
             digests = [made, *(each for each in digests if each != made)]
         meta = LayerInfo(digest="", stored="erofs", size=0, source=f"{image.label} {digest}", recipe=recipe, at="/", config=config)
         ready = (await oci.stacked(store, digests, stage, meta)).digest
-        total = sum(layer.size for layer in layers)
-        progress(f"{len(blobs)} layers, {total / 1e6:.1f} MB that come when they are read")
+        progress(f"{len(blobs)} layers, {sum(sizes) / 1e6:.1f} MB that come when they are read")
     for name in names:
         await store.tag(name, ready)
     return LayerRef(name=names[0], digest=ready)
 
 
-async def _table(image: Registry, blob: Descriptor) -> tuple[stargz.Toc, int]:
-    """A layer's table of contents and where it begins."""
+async def _draw(image: Registry, blob: Descriptor, below: stargz.Below, path: Path) -> int:
+    """A layer's image at ``path``, and its manifest beside it where it has data; the bytes of that."""
     foot = await image.range(blob.digest, max(0, blob.size - stargz.FOOTER), min(blob.size, stargz.FOOTER))
     end = stargz.toc_offset(foot)
     size = blob.size - stargz.FOOTER - end
-    if not 0 < size <= stargz.MAX_TOC:
+    if not 0 < size <= stargz.MAX_PACKED_TOC:
         raise Unsupported("a table of contents that cannot be", field="image", value=blob.digest, reason="estargz")
     packed = await image.range(blob.digest, end, size)
-    return await tools.in_thread(stargz.read_toc, packed, (blob.annotations or {})[stargz.TOC_DIGEST]), end
+    return await tools.in_thread(_draw_table, packed, (blob.annotations or {})[stargz.TOC_DIGEST], end, below, path)
 
 
-async def _put(store: LayerStore, layer: stargz.Layer, image: Path, info: LayerInfo) -> str:
-    """The layer in the store, without its data; its digest."""
-    await tools.in_thread(_write, layer, image)
-    if not layer.digests:  # nothing will have to come
-        return (await store.put_image(image, "", LayerInfo(digest="", stored="erofs", size=0, source=info.source, at="/"))).digest
-    async with aiofiles.open(image, "rb") as file:
-        meta = await file.read()
-    known = manifest.Manifest(
-        v=VERSION_ORIGIN,
-        meta=hashlib.sha256(meta).hexdigest(),
-        meta_size=len(meta),
-        size=layer.size,
-        chunks=layer.digests,
-        origin=layer.origin,
-    )
-    return (await store.put_split(image, None, manifest.encode(known), "", info)).digest
+def _draw_table(packed: bytes, digest: str, end: int, below: stargz.Below, path: Path) -> int:
+    with _ONE_TABLE:
+        layer = stargz.layer(stargz.read_toc(packed, digest), end)
+        stargz.inherit(layer, below)
+        _write(layer, path)
+        if layer.digests:
+            known = manifest.Manifest(
+                v=VERSION_ORIGIN,
+                meta=erofs.file_digest(path).removeprefix("sha256:"),
+                meta_size=path.stat().st_size,
+                size=layer.size,
+                chunks=layer.digests,
+                origin=layer.origin,
+            )
+            _manifest_of(path).write_bytes(manifest.encode(known))
+        return layer.size
+
+
+def _manifest_of(path: Path) -> Path:
+    return path.with_name(f"{path.name}.manifest")
+
+
+async def _put(store: LayerStore, path: Path, source: str, url: str) -> str:
+    """A layer that was drawn in the store, without its data; its digest."""
+    info = LayerInfo(digest="", stored="split", size=0, source=source, at="/", remote=url)
+    if not _manifest_of(path).exists():  # nothing will have to come
+        return (await store.put_image(path, "", msgspec.structs.replace(info, stored="erofs", remote=""))).digest
+    return (await store.put_split(path, None, await tools.read(_manifest_of(path)), "", info)).digest
 
 
 def _write(layer: stargz.Layer, image: Path) -> None:

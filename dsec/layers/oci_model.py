@@ -136,7 +136,7 @@ class ImageConfig(msgspec.Struct, frozen=True):
     rootfs: _RootFs | None = None
 
 
-def digest_of(data: bytes) -> str:
+def digest_of(data: bytes | memoryview) -> str:
     return "sha256:" + hashlib.sha256(data).hexdigest()
 
 

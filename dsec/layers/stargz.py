@@ -15,8 +15,9 @@ import stat
 import struct
 import tarfile
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
+from typing import NamedTuple
 
 import msgspec
 
@@ -29,6 +30,7 @@ from dsec.layers.oci_model import Descriptor, digest_of
 TOC_DIGEST = "containerd.io/snapshot/stargz/toc.digest"
 FOOTER = 51  # bytes
 MAX_TOC = 256 << 20
+MAX_PACKED_TOC = 64 << 20
 MAX_CHUNK = 64 << 20
 MAX_MEMBER = 2 * MAX_CHUNK  # bytes of a blob that must be fetched for one chunk
 MAX_DEPTH = 256  # directories in a name
@@ -58,9 +60,8 @@ class Entry(msgspec.Struct, frozen=True, rename="camel"):
     inner_offset: int = 0
 
 
-class Toc(msgspec.Struct, frozen=True):
-    version: int = 0
-    entries: list[Entry] = []
+class _Toc(msgspec.Struct, frozen=True):
+    entries: list[msgspec.Raw] = []
 
 
 class Layer(msgspec.Struct, frozen=True):
@@ -86,27 +87,49 @@ def toc_offset(footer: bytes) -> int:
     return int(found[1], 16)
 
 
-def read_toc(packed: bytes, digest: str) -> Toc:
-    """The table out of its gzip member. Raises `InvalidRequest` when it is not the one that the image names."""
+def read_toc(packed: bytes, digest: str) -> Iterator[Entry]:
+    """The lines of the table in its gzip member, which is held until the last of them was taken; its lines are made one after another.
+
+    Raises `InvalidRequest` when it is not the one that the image names, and, on the way, for a line that cannot be read.
+    """
     try:
         data = zlib.decompressobj(31).decompress(packed, MAX_TOC)
         with tarfile.open(fileobj=io.BytesIO(data)) as archive:
-            member = archive.extractfile(_TOC_NAME)
-            text = member.read() if member is not None else b""
+            member = archive.getmember(_TOC_NAME)
+        text = memoryview(data)[member.offset_data : member.offset_data + member.size]
     except (zlib.error, tarfile.TarError, KeyError, EOFError) as error:
         raise InvalidRequest(f"the layer's table cannot be read: {error}", field="image") from error
     if digest_of(text) != digest:
         raise InvalidRequest("the layer's table is not the one that the image names", field="image", value=digest)
+    return _lines(text)
+
+
+def _lines(text: memoryview) -> Iterator[Entry]:
+    decode = msgspec.json.Decoder(Entry).decode
     try:
-        return msgspec.json.decode(text, type=Toc)
+        for line in msgspec.json.decode(text, type=_Toc).entries:
+            yield decode(line)
     except msgspec.DecodeError as error:
         raise InvalidRequest(f"the layer's table cannot be read: {error}", field="image") from error
 
 
-def layer(toc: Toc, end: int) -> Layer:
-    """The table's tree. ``end``: where the compressed files end. Raises `Unsupported` for what a tree of nodes cannot say (the layer must
-    then be unpacked), `InvalidRequest` for names that lead out."""
-    return _Tree(end).build(toc.entries)
+def layer(table: Iterable[Entry], end: int) -> Layer:
+    """The tree of a ``table``'s lines, which are taken in their order. ``end``: where the compressed files end.
+
+    Raises `Unsupported` for what a tree of nodes cannot say (the layer must then be unpacked), `InvalidRequest` for names that lead out.
+    """
+    return _Tree(end).build(table)
+
+
+class _Row(NamedTuple):
+    """A chunk: where it is in the uncompressed blob, its digest, where its member is in the compressed one, and where its file ends."""
+
+    start: int
+    length: int
+    digest: str
+    at: int
+    skip: int
+    end: int
 
 
 class _Tree:
@@ -117,7 +140,7 @@ class _Tree:
         self.end = end
         self.opaque: list[str] = []
         self.xattrs: dict[str, dict[str, bytes]] = {}
-        self.rows: list[tuple[int, int, str, Entry, int]] = []  # blob offset, length, digest, entry, where its file ends in the blob
+        self.rows: list[_Row] = []
         self.blob = 0
 
     def build(self, entries: Iterable[Entry]) -> Layer:
@@ -157,18 +180,18 @@ class _Tree:
 
     def _finish(self) -> Layer:
         self._check_whole()
-        cuts = sorted({row[3].offset for row in self.rows})
+        cuts = sorted({row.at for row in self.rows})
         following = dict(pairwise([*cuts, self.end]))
         if any(until - at > MAX_MEMBER for at, until in following.items()):
             raise Unsupported("a chunk that can only be fetched with too much beside it", reason="estargz")
         origin = Origin(
-            starts=tuple(row[0] for row in self.rows),
-            lengths=tuple(row[1] for row in self.rows),
-            at=tuple(row[3].offset for row in self.rows),
-            until=tuple(following[row[3].offset] for row in self.rows),
-            skip=tuple(row[3].inner_offset for row in self.rows),
+            starts=tuple(row.start for row in self.rows),
+            lengths=tuple(row.length for row in self.rows),
+            at=tuple(row.at for row in self.rows),
+            until=tuple(following[row.at] for row in self.rows),
+            skip=tuple(row.skip for row in self.rows),
         )
-        return Layer(self.root, tuple(sorted(self.implicit)), origin, tuple(row[2] for row in self.rows), self.blob)
+        return Layer(self.root, tuple(sorted(self.implicit)), origin, tuple(row.digest for row in self.rows), self.blob)
 
     def _take_away(self, parent: str, leaf: str) -> None:
         key = leaf.encode("utf-8", "surrogateescape")
@@ -180,9 +203,9 @@ class _Tree:
 
     def _check_whole(self) -> None:
         """Every byte of every file is in a chunk: a hole would read as zeros."""
-        for (start, length, _, entry, end), after in zip(self.rows, [*self.rows[1:], None], strict=True):
-            same = after is not None and after[4] == end
-            if start + length != (after[0] if same and after is not None else end) or entry.offset >= self.end:
+        for row, after in zip(self.rows, [*self.rows, None][1:], strict=True):
+            until = after.start if after is not None and after.end == row.end else row.end
+            if row.start + row.length != until or row.at >= self.end:
                 raise Unsupported("the layer's table leaves out parts of files", reason="estargz")
 
     def _chunk(self, entry: Entry, file: Entry, blob: int) -> None:
@@ -195,7 +218,7 @@ class _Tree:
         ):
             raise Unsupported("a chunk that cannot be", reason="estargz")
         digest = entry.chunk_digest.removeprefix("sha256:")
-        self.rows.append((blob + entry.chunk_offset, length, digest, entry, blob + file.size))
+        self.rows.append(_Row(blob + entry.chunk_offset, length, digest, entry.offset, entry.inner_offset, blob + file.size))
 
     def _node(self, entry: Entry, name: str) -> Node | None:
         if not (0 <= entry.uid < 65_536 and 0 <= entry.gid < 65_536):
@@ -253,16 +276,18 @@ class _Tree:
         return node
 
 
-def inherit(layers: Sequence[Layer]) -> None:
-    """As `oci._inherit`: directories that a layer only implies are those of the layers below."""
-    trees = [_paths(each.root) for each in layers]
-    for number, each in enumerate(layers):
-        for name in each.implicit:
-            for below in reversed(trees[:number]):
-                if (twin := below.get(name)) is not None and stat.S_ISDIR(twin.mode):
-                    node = trees[number][name]
-                    node.mode, node.uid, node.gid, node.mtime_ns = twin.mode, twin.uid, twin.gid, twin.mtime_ns
-                    break
+# What a directory passes on to the layers above: mode, owner, group, time.
+Below = dict[str, tuple[int, int, int, int]]
+
+
+def inherit(layer: Layer, below: Below) -> None:
+    """As `oci._inherit`, a layer at a time from the lowest on: directories that it only implies are those of the layers ``below``, to
+    which its own are added."""
+    directories = _paths(layer.root)
+    for name in layer.implicit:
+        if name in below and (node := directories.get(name)) is not None:
+            node.mode, node.uid, node.gid, node.mtime_ns = below[name]
+    below.update({name: (node.mode, node.uid, node.gid, node.mtime_ns) for name, node in directories.items()})
 
 
 def _paths(root: Node) -> dict[str, Node]:

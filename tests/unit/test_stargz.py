@@ -42,16 +42,16 @@ def entry(name: str, **more: Any) -> stargz.Entry:
 def test_tables_that_cannot_be_believed(entries: list[stargz.Entry], error: type[Exception]) -> None:
     """What would give other bytes or another tree than the archive is refused."""
     with pytest.raises(error):
-        stargz.layer(stargz.Toc(version=1, entries=entries), 50)
+        stargz.layer(entries, 50)
 
 
 def test_what_is_fetched_for_a_chunk_is_bounded() -> None:
     """A table that makes a reader of ten bytes fetch half of a huge blob is refused; the layer is unpacked instead."""
     table = [entry("a"), entry("b", offset=5 + stargz.MAX_MEMBER)]
-    assert len(stargz.layer(stargz.Toc(version=1, entries=table), 10 + stargz.MAX_MEMBER).digests) == 2
+    assert len(stargz.layer(table, 10 + stargz.MAX_MEMBER).digests) == 2
     table = [entry("a"), entry("b", offset=6 + stargz.MAX_MEMBER)]
     with pytest.raises(Unsupported):
-        stargz.layer(stargz.Toc(version=1, entries=table), 10 + stargz.MAX_MEMBER)
+        stargz.layer(table, 10 + stargz.MAX_MEMBER)
 
 
 def test_a_table_becomes_a_tree() -> None:
@@ -66,7 +66,7 @@ def test_a_table_becomes_a_tree() -> None:
         entry("b", offset=20),
         entry("stargz.index.json", offset=30),
     ]
-    found = stargz.layer(stargz.Toc(version=1, entries=table), 50)
+    found = stargz.layer(table, 50)
     folder = found.root.children[b"d"]
     assert (stat.S_IMODE(folder.mode), folder.uid, b"opaque" in folder.xattrs) == (0o750, 3, True)
     file = folder.children[b"a"]
@@ -83,7 +83,7 @@ def test_a_table_becomes_a_tree() -> None:
 def test_what_is_taken_away_stays_away_below_a_name_that_is_only_implied() -> None:
     """A whiteout followed by a file below its name is a directory that hides what lower layers have there."""
     table = [entry("d/.wh.e", size=0), entry("d/e/f", offset=5)]
-    found = stargz.layer(stargz.Toc(version=1, entries=table), 50)
+    found = stargz.layer(table, 50)
     folder = found.root.children[b"d"].children[b"e"]
     assert stat.S_ISDIR(folder.mode)
     assert b"opaque" in folder.xattrs
