@@ -37,6 +37,7 @@ from dsec.backends.oci import OciDriver
 from dsec.backends.plan import memory_bytes
 from dsec.config import DockerConfig
 from dsec.errors import NodeError, Unsupported
+from dsec.layers.http_words import words
 from dsec.model import Exit
 
 log = structlog.get_logger("dsec.docker")
@@ -82,7 +83,7 @@ class Engine:
         except TimeoutError as error:
             raise NodeError(f"docker: cannot {what}: no answer within {timeout:g} s", sandbox=sandbox, reason="docker") from error
         except (aiohttp.ClientError, OSError) as error:
-            raise NodeError(f"docker: cannot {what}: {error}", sandbox=sandbox, reason="docker") from error
+            raise NodeError(f"docker: cannot {what}: {words(error)}", sandbox=sandbox, reason="docker") from error
 
     async def look(self) -> str:
         """What the daemon is, for people. Raises `Unsupported` where it cannot serve."""
@@ -158,7 +159,7 @@ class Engine:
                 text = f"docker: cannot remove {name}: no answer within {LAUNCH_TIMEOUT:g} s"
                 raise NodeError(text, reason="docker") from error
             except (aiohttp.ClientError, OSError) as error:
-                raise NodeError(f"docker: cannot remove {name}: {error}", reason="docker") from error
+                raise NodeError(f"docker: cannot remove {name}: {words(error)}", reason="docker") from error
 
     async def ended(self, name: str) -> dict[str, Any]:
         """How a container ended, as the holder would put it; empty where Docker does not know."""

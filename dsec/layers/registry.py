@@ -26,6 +26,7 @@ import msgspec
 
 from dsec.errors import Denied, DsecError, InvalidRequest, NodeError, NotFound, Unavailable, Unsupported
 from dsec.layers import oci_model, tools
+from dsec.layers.http_words import words
 from dsec.layers.oci_model import DOCKER_HUB, INDEX_TYPES, MANIFEST_TYPES, MAX_DOCUMENT, Descriptor, Manifest, Reference
 
 if TYPE_CHECKING:
@@ -129,7 +130,7 @@ class Registry:
                     while len(data) < length and (piece := await response.content.read(length - len(data))):
                         data += piece
                     if len(data) < length:
-                        raise Unavailable("the download broke off", field="image", value=digest)
+                        raise Unavailable("the download broke off", field="image", value=digest, fix="try again")
                     return bytes(data)
         raise AssertionError("an attempt returns or raises")
 
@@ -147,7 +148,7 @@ class Registry:
                             raise NodeError("a blob is larger than its image says", field="image", value=blob.digest, retryable=False)
                         await tools.in_thread(feed.take, fresh)
                 if feed.done < blob.size:
-                    raise Unavailable("the download broke off", field="image", value=blob.digest)
+                    raise Unavailable("the download broke off", field="image", value=blob.digest, fix="try again")
         if feed.digest != blob.digest:
             raise NodeError("a blob is not what its digest says", field="image", value=blob.digest, retryable=False)
 
@@ -215,10 +216,12 @@ class Registry:
             fix = f"`docker login {self.reference.registry}`, or check the name: some registries do not tell what is absent"
             raise Denied(f"{self.reference.registry} refuses the image", field="image", value=value, fix=fix, reason="registry")
         if status == 429 or status >= 500:
-            error = Unavailable(f"{self.reference.registry} answers {status}", field="image", value=value, reason="registry_busy")
+            fix = "try again later; many registries let those who are logged in ask more often (`docker login`)"
+            error = Unavailable(f"{self.reference.registry} answers {status}", field="image", value=value, fix=fix, reason="registry_busy")
             retry = response.headers.get("Retry-After", "")
             raise _Later(error, float(min(int(retry), 60)) if retry.isdigit() else 0.0)
-        raise NodeError(f"the registry answers {status}", field="image", value=value, retryable=False)
+        fix = "check the image's name, and that a registry answers there"
+        raise NodeError(f"{self.reference.registry} answers {status}", field="image", value=value, fix=fix, retryable=False)
 
     async def _authorize(self, challenge: str) -> None:
         """Answer a challenge: basic, or a token of the realm that it names."""
@@ -236,8 +239,13 @@ class Registry:
         realm = fields.get("realm", "")
         parts = urlsplit(realm)
         if scheme.lower() != "bearer" or not (parts.scheme == "https" or (parts.scheme == "http" and is_loopback(parts.netloc))):
+            fix = "pull it where it can be pulled, and import it there (`dsec layer pull`, `dsec layer push`)"
             raise Denied(
-                "the registry asks for a login of a kind that is not known", field="image", value=challenge[:100], reason="registry"
+                f"the registry asks for a login of a kind that is not known: {challenge[:100]}",
+                field="image",
+                value=str(self.reference),
+                fix=fix,
+                reason="registry",
             )
         asked = {"service": fields.get("service", ""), "scope": fields.get("scope") or f"repository:{self.reference.repository}:pull"}
         session = self._open()
@@ -252,7 +260,9 @@ class Registry:
                 answer = json.loads(await response.content.read(MAX_DOCUMENT))
                 token = str(answer.get("token") or answer["access_token"])
             except (ValueError, KeyError, AttributeError, TypeError) as error:
-                raise NodeError("the registry's login service gives no token", field="image", value=realm) from error
+                fix = f"`docker login {self.reference.registry}`, or try again"
+                text = f"the registry's login service at {realm} gives no token"
+                raise NodeError(text, field="image", value=str(self.reference), fix=fix) from error
         self._authorization = f"Bearer {token}"
 
 
@@ -297,9 +307,8 @@ class _Attempt:
 
 
 def _unreachable(reference: Reference, error: BaseException) -> Unavailable:
-    text = str(error) or type(error).__name__
     return Unavailable(
-        f"{reference.registry} cannot be reached: {text}",
+        f"{reference.registry} cannot be reached: {words(error)}",
         field="image",
         value=str(reference),
         reason="registry",
