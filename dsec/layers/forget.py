@@ -7,7 +7,8 @@ from collections.abc import Awaitable, Callable, Iterable
 import msgspec
 
 from dsec.layers import index, tools
-from dsec.layers.store import LayerInfo, LayerStore, _lineage
+from dsec.layers.reclaim import claimed, delete, lineage
+from dsec.layers.store import LayerInfo, LayerStore
 
 
 async def forget(store: LayerStore, name: str, prefix: str, unmount: Callable[[str], Awaitable[bool]]) -> bool:
@@ -28,9 +29,9 @@ def _look(store: LayerStore, name: str, prefix: str) -> str:
     digest = store._index.names().get(name, "")
     infos = store._list()
     found = next((info for info in infos if info.digest == digest), None)
-    if found is None or len(found.names) > 1 or digest in _lineage(_without(infos, lambda each: each.startswith(prefix))):
+    if found is None or len(found.names) > 1 or digest in lineage(_without(infos, lambda each: each.startswith(prefix))):
         return "untag"
-    return "later" if digest in _lineage(_without(infos, lambda each: each == name)) else digest
+    return "later" if digest in lineage(_without(infos, lambda each: each == name)) else digest
 
 
 def _without(infos: Iterable[LayerInfo], drop: Callable[[str], bool]) -> list[LayerInfo]:
@@ -48,8 +49,8 @@ def _forget(store: LayerStore, name: str, prefix: str) -> bool:
             store._index.append(index.Entry(op="untag", name=name))
             return True
         info = store._read_record(what)
-        with store._claimed(info) as free:
+        with claimed(store, info) as free:
             if free:
                 store._index.append(index.Entry(op="untag", name=name))
-                store._delete(info)
+                delete(store, info)
         return free

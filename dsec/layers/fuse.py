@@ -51,17 +51,7 @@ def beside(data: str) -> str:
 
 def served(data: str) -> bool | None:
     """Whether a worker serves the mounts that stand on this blob through FUSE; None when there are none."""
-    try:
-        fd = os.open(beside(data), os.O_RDONLY | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return None
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(fd)
-    return False
+    return mounts.held(beside(data))
 
 
 def forget(data: str) -> None:
@@ -245,22 +235,22 @@ def _mount(size: int) -> tuple[int, int]:
 def _open(device: int, root: int, size: int) -> int:
     """Open the file: a thread does, for the kernel asks us meanwhile. All that it would ask later is asked and answered here once
     (attributes, open, flush), so that nobody who opens, mounts or closes waits for the worker."""
-    opened: list[int] = []
-    problem: list[OSError] = []
+    found: list[int | OSError] = []
+    given_up = threading.Event()
+    lock = threading.Lock()
     ended, end = os.pipe2(os.O_CLOEXEC)
 
     def work() -> None:
+        what: int | OSError
         try:
-            path = f"/proc/self/fd/{root}"
-            os.close(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
-            file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-            opened.append(file)
-            if (found := os.fstat(file).st_size) != size:
-                raise OSError(errno.EIO, f"a FUSE file of {found} bytes where {size} were meant")
+            what = _open_twice(f"/proc/self/fd/{root}", size)
         except OSError as error:
-            problem.append(error)
-        finally:
-            os.close(end)
+            what = error
+        with lock:
+            found.append(what)
+            if given_up.is_set():
+                _let_go(found)
+        os.close(end)
 
     threading.Thread(target=work, name="dsec-fuse-open", daemon=True).start()
     scrap, request = bytearray(_SCRAP), memoryview(bytearray(Fuse.slot))
@@ -274,13 +264,33 @@ def _open(device: int, root: int, size: int) -> int:
                 raise OSError(errno.ETIMEDOUT, "the kernel does not open a FUSE file")
             if device in ready and _take(device, request, scrap):
                 _control(device, request, size)
+    except BaseException:
+        with lock:
+            given_up.set()
+            _let_go(found)
+        raise
     finally:
         os.close(ended)
-    if problem:
-        for fd in opened:
-            os.close(fd)
-        raise problem[0]
-    return opened[0]
+    if isinstance(found[0], OSError):
+        raise found[0]
+    return found[0]
+
+
+def _let_go(found: list[int | OSError]) -> None:
+    """Close the file, if there is one: nobody waits for it any more."""
+    for file in found:
+        if isinstance(file, int):
+            os.close(file)
+
+
+def _open_twice(path: str, size: int) -> int:
+    """The first to be opened and closed asks all that the kernel does not ask again."""
+    os.close(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
+    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    if (found := os.fstat(file).st_size) != size:
+        os.close(file)
+        raise OSError(errno.EIO, f"a FUSE file of {found} bytes where {size} were meant")
+    return file
 
 
 def attempt() -> None:

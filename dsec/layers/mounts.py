@@ -100,6 +100,21 @@ def open_layer(mount: LayerMount, *, marked: bool = False, direct: bool | None =
     return _open_file(mount, not marked if direct is None else direct) if mount.kind == "erofs_file" else _open_loop(mount)
 
 
+def held(path: str | os.PathLike[str]) -> bool | None:
+    """Whether somebody holds a flock on a file or directory; None when it is not there."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(fd)
+    return False
+
+
 def pin_layer(mount: LayerMount) -> int:
     """Say that this layer is in use: a descriptor with a shared flock on its source. While it is open (it may be passed on by
     SCM_RIGHTS or inherited), the store neither removes nor collects the layer, whatever process asks; it ends with its last holder.

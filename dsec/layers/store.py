@@ -21,24 +21,23 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Literal
 
 import msgspec
 
-from dsec import trees
-from dsec.errors import Conflict, InvalidRequest, NodeError, NotFound
-from dsec.layers import erofs, erofs_read, index, manifest, mounts, tools
+from dsec.errors import InvalidRequest, NodeError, NotFound
+from dsec.layers import erofs, erofs_read, index, manifest, mounts, reclaim, tools
 from dsec.layers.chunks import Filler
 from dsec.layers.mounts import LayerMount
+from dsec.layers.reclaim import SIDES, fsync, remove_tree
 from dsec.layers.stack import close_matches
 from dsec.model import LayerRef
 
 Stored = Literal["erofs", "tree", "split"]
 _SUFFIX = {"erofs": ".erofs", "tree": ".tree", "split": ".erofs"}
-_SIDES = (".data", ".manifest", ".data.map", ".touched", ".ahead", ".data.fuse")
 
 
 class LayerConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -167,7 +166,7 @@ class LayerStore:
         finally:
             for directory, lock in made:
                 try:
-                    await tools.in_thread(_remove_tree, directory)
+                    await tools.in_thread(remove_tree, directory)
                 finally:
                     os.close(lock)
 
@@ -213,12 +212,13 @@ class LayerStore:
 
     async def remove(self, name: str, pinned: Collection[str] = ()) -> LayerInfo:
         """Remove a layer and all its names. Raises `NotFound`, and `Conflict` while a node has it mounted or ``pinned`` names it."""
-        return await tools.in_thread(self._remove, name, frozenset(pinned))
+        return await tools.in_thread(reclaim.remove, self, name, frozenset(pinned))
 
     async def gc(self, pinned: Collection[str] = ()) -> Removed:
         """Remove the layers that have no name, are no named layer's ancestor, are not in ``pinned`` and are not in use, and what crashes
         left behind."""
-        return await tools.in_thread(self._gc, frozenset(pinned))
+        gone, freed, used = await tools.in_thread(reclaim.gc, self, frozenset(pinned))
+        return Removed(digests=tuple(gone), bytes=freed, in_use=tuple(used))
 
     # --- blocking parts ----------------------------------------------------------------------------------------------
 
@@ -275,13 +275,13 @@ class LayerStore:
         try:
             return self._put_staged(shutil.copyfile(path, directory / "image"), name, meta)
         finally:
-            _remove_tree(directory)
+            remove_tree(directory)
             os.close(lock)
 
     def _put_staged(self, path: str | Path, name: str, meta: LayerInfo | None) -> LayerRef:
         os.chmod(path, 0o444)
         with ThreadPoolExecutor(1) as other:  # the disk writes while the hash is computed
-            written = other.submit(_fsync, path)
+            written = other.submit(fsync, path)
             digest = erofs.file_digest(path)
             written.result()
         return self._publish(path, digest, "erofs", os.stat(path).st_size, name, meta)
@@ -300,21 +300,21 @@ class LayerStore:
         record = msgspec.structs.replace(record, meta=found.meta_size)
         for path in (meta, data):
             if path is not None:
-                _fsync(path)
+                fsync(path)
 
         def place() -> None:
             if self._record(digest).exists() and self.side(digest, ".data").exists() and self.side(digest, ".erofs").exists():
                 return
-            side = {suffix: self.side(digest, suffix) for suffix in _SIDES}
+            side = {suffix: self.side(digest, suffix) for suffix in SIDES}
             side[".manifest"].write_bytes(known)
-            _fsync(side[".manifest"])
+            fsync(side[".manifest"])
             side[".data.map"].unlink(missing_ok=True)
             if data is not None:
                 os.rename(data, side[".data"])
                 return
             side[".data"].unlink(missing_ok=True)
             Filler.create(str(side[".data.map"]))
-            _fsync(self._blobs)  # the bitmap first: a blob without one counts as whole
+            fsync(self._blobs)  # the bitmap first: a blob without one counts as whole
             with open(side[".data"], "wb") as file:
                 file.truncate(found.size)  # no fsync: its size is checked with each use, and `_publish` syncs the directory
 
@@ -357,7 +357,7 @@ class LayerStore:
     def _discard(self, info: LayerInfo) -> None:
         blob = self._blob(info)
         if blob.is_dir():
-            _remove_tree(self._to_trash(blob))
+            remove_tree(self._to_trash(blob))
 
     def _to_trash(self, path: Path) -> Path:
         """Out of sight in one step; what a crash leaves is gc's."""
@@ -373,7 +373,7 @@ class LayerStore:
             file.flush()
             os.fsync(fd)
         os.rename(temporary, self._record(info.digest))
-        _fsync(self._blobs)
+        fsync(self._blobs)
 
     def _read_record(self, digest: str) -> LayerInfo:
         try:
@@ -472,112 +472,3 @@ class LayerStore:
                 retryable=False,
             )
         return info
-
-    @contextlib.contextmanager
-    def _claimed(self, info: LayerInfo) -> Iterator[bool]:
-        """True while the layer is ours alone: nobody has it pinned, and nobody can pin it (see `mounts.pin_layer`)."""
-        fds: list[int] = []
-        try:
-            for path in (self._blob(info), self._unpacked(info.digest)):
-                if path.exists():
-                    fds.append(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
-                    fcntl.flock(fds[-1], fcntl.LOCK_EX | fcntl.LOCK_NB)
-            free = True
-        except BlockingIOError:
-            free = False
-        try:
-            yield free
-        finally:
-            for fd in fds:
-                os.close(fd)
-
-    def _delete(self, info: LayerInfo) -> None:
-        """The record goes first: without it the layer is not there, and what remains of a crash is gc's."""
-        self._record(info.digest).unlink(missing_ok=True)
-        _fsync(self._blobs)
-        sides = (self.side(info.digest, suffix) for suffix in _SIDES) if info.stored == "split" else ()
-        for path in (self._blob(info), self._unpacked(info.digest), *sides):
-            if path.exists():
-                _remove_tree(self._to_trash(path))
-
-    def _remove(self, name: str, pinned: frozenset[str]) -> LayerInfo:
-        with self._locked():
-            info = self._info(name)
-            with self._claimed(info) as free:
-                if not free or info.digest in pinned:
-                    raise Conflict("a node or sandbox uses this layer", field="layer", value=name, fix="stop its sandboxes and the node")
-                for tag in info.names:
-                    self._index.append(index.Entry(op="untag", name=tag))
-                self._delete(info)
-        return info
-
-    def _gc(self, pinned: frozenset[str]) -> Removed:
-        gone: list[str] = []
-        used: list[str] = []
-        freed = 0
-        with self._locked():
-            infos = self._list()
-            kept = _lineage(infos)
-            for info in infos:
-                if info.digest in kept:
-                    continue
-                with self._claimed(info) as free:
-                    if not free or info.digest in pinned:
-                        used.append(info.digest)
-                        continue
-                    self._delete(info)
-                gone.append(info.digest)
-                freed += info.size
-            # Content without a record: its writer died between the two renames, or `_delete` did.
-            known = {path.stem for path in self._blobs.glob("*.json")}
-            for path in [*self._blobs.iterdir(), *(self.root / "unpacked").iterdir()]:
-                stem = path.name.split(".")[0]
-                if stem not in known:
-                    _remove_tree(self._to_trash(path))
-            for leftover in self._tmp.iterdir():
-                if _abandoned(leftover):
-                    _remove_tree(leftover)
-        return Removed(digests=tuple(gone), bytes=freed, in_use=tuple(used))
-
-
-def _lineage(infos: Iterable[LayerInfo]) -> set[str]:
-    """The layers that have a name, and those that they were made on."""
-    by_digest = {info.digest: info for info in infos}
-    kept: set[str] = set()
-    todo = [info.digest for info in by_digest.values() if info.names]
-    while todo:
-        digest = todo.pop()
-        if digest not in kept and digest in by_digest:
-            kept.add(digest)
-            todo += by_digest[digest].parents
-    return kept
-
-
-def _abandoned(path: Path) -> bool:
-    """Left by a process that died: nobody holds the staging directory's lock. Records and trash live under the store's lock only."""
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return False
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    finally:
-        os.close(fd)
-    return True
-
-
-def _remove_tree(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        trees.remove(path)
-    else:
-        path.unlink(missing_ok=True)
-
-
-def _fsync(path: str | Path) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
