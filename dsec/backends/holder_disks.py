@@ -23,7 +23,6 @@ class DiskStores:
     """Mounted stores, by where they are."""
 
     def __init__(self) -> None:
-        super().__init__()
         self.stores: dict[str, str] = {}
 
     def op_disks(self, call: Call) -> dict[str, Any]:

@@ -10,26 +10,18 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import sys
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from dsec.backends.holder_parts import Call, Edge
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
+from dsec.backends.holder_parts import Call, Core, Edge
 
 OUTSIDE_FD = 3  # of the heir: the mount namespace of the Edge that left it
 AGAIN = 60.0  # seconds until an heir that left something is started again, at most
 
 
-class Heirs:
-    """Whom the sandboxes are left to, and since when nobody has been there."""
-
-    edges: dict[int, Edge]
-    sandboxes: Mapping[str, Any]
-    listener: socket.socket
+class Heirs(Core):
+    """A part of the holder: whom the sandboxes are left to, and since when nobody has been there."""
 
     def __init__(self) -> None:
         self.heir: list[str] = []
@@ -38,9 +30,6 @@ class Heirs:
         self.outside = os.open("/proc/self/ns/mnt", os.O_RDONLY | os.O_CLOEXEC)
         self._away_since = time.monotonic()
         self._wait = 0.0
-
-    def op_kill(self, call: Call) -> dict[str, Any]:
-        raise NotImplementedError
 
     def op_heir(self, call: Call) -> dict[str, Any]:
         """Leave the sandboxes to ``argv``, to be started when no Edge has been connected for ``grace`` seconds (0: never)."""

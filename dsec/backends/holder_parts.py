@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import select
 import socket
-from typing import Any
+from typing import Any, Protocol
 
 
 PROTO, PROTO_MIN = 2, 1  # what Edge and holder say to each other; an Edge speaks N and N-1, for a holder lives as long as its sandboxes
@@ -46,3 +47,31 @@ class Sandbox:
         self.child = True  # ours to wait for; False for one adopted after a holder's death
         self.doomed = False
         self.reply: tuple[Edge, int] | None = None
+
+
+class Core(Protocol):
+    """What the holder has for its parts, which are classes that it is made of; type checkers see to it that it has all of this."""
+
+    epoll: select.epoll
+    launcher: str
+    listener: socket.socket
+    edges: dict[int, Edge]
+    layers: dict[str, int]
+    attached: dict[str, str]
+    sandboxes: dict[str, Sandbox]
+
+    def op_kill(self, call: Call) -> dict[str, Any]: ...
+
+    def _admit(self, call: Call) -> Sandbox: ...
+
+    def _layers_of(self, call: Call) -> list[int]: ...
+
+    def _hold(self, key: str, fd: int) -> None: ...
+
+    def _watch(self, fd: int, kind: str, box: Sandbox) -> None: ...
+
+    def _gone(self, box: Sandbox, status: dict[str, Any]) -> None: ...
+
+    def _answer(self, box: Sandbox, body: dict[str, Any]) -> None: ...
+
+    def _send(self, edge: Edge, body: dict[str, Any], fds: tuple[int, ...] = ()) -> None: ...

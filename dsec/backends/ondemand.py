@@ -16,7 +16,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from dsec import syscalls
-from dsec.backends.holder_parts import Call, Edge, Refused
+from dsec.backends.holder_parts import Call, Core, Refused
 
 if TYPE_CHECKING:
     from dsec.layers.lazy import Kit, Loader
@@ -27,12 +27,8 @@ _FAST_DEATHS = 20  # after so many the worker is not started again at once: some
 _RETIRED_S = 30.0  # longer than any launch takes
 
 
-class OnDemand:
-    """Mixed into the holder."""
-
-    edges: dict[int, Edge]
-    layers: dict[str, int]
-    attached: dict[str, str]
+class OnDemand(Core):
+    """A part of the holder."""
 
     def __init__(self) -> None:
         self.epoll = select.epoll()
@@ -40,12 +36,6 @@ class OnDemand:
         self._loader_fds: tuple[int, int] = (-1, -1)
         self._by_fuse: dict[str, LayerMount] = {}  # what is mounted so, until it is whole
         self._retired: list[tuple[float, int, str]] = []
-
-    def _hold(self, key: str, fd: int) -> None:
-        raise NotImplementedError
-
-    def _send(self, edge: Edge, body: dict[str, Any], fds: tuple[int, ...] = ()) -> None:
-        raise NotImplementedError
 
     # --- requests --------------------------------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ import time
 from typing import Any
 
 from dsec import syscalls
-from dsec.backends.holder_parts import Call, Refused, Sandbox
+from dsec.backends.holder_parts import Call, Core, Refused, Sandbox
 
 MAGIC = 0x314C5344
 REQUEST = struct.Struct("=IIII")  # magic, number, more, zero
@@ -40,33 +40,13 @@ class Zygote:
         self.unwanted = 0.0  # since when
 
 
-class Zygotes:
-    """Mixed into the holder."""
-
-    epoll: select.epoll
-    launcher: str
-    sandboxes: dict[str, Sandbox]
+class Zygotes(Core):
+    """A part of the holder."""
 
     def __init__(self) -> None:
         self.zygotes: dict[int, Zygote] = {}  # by the number of their socket
         self.zygote_deaths = 0  # with no launch between them
         self._queue: collections.deque[tuple[Sandbox, list[int]]] = collections.deque()
-
-    # What the holder gives.
-    def _admit(self, call: Call) -> Sandbox:
-        raise NotImplementedError
-
-    def _layers_of(self, call: Call) -> list[int]:
-        raise NotImplementedError
-
-    def _watch(self, fd: int, kind: str, box: Sandbox) -> None:
-        raise NotImplementedError
-
-    def _answer(self, box: Sandbox, body: dict[str, Any]) -> None:
-        raise NotImplementedError
-
-    def _gone(self, box: Sandbox, status: dict[str, Any]) -> None:
-        raise NotImplementedError
 
     # --- requests --------------------------------------------------------------------------------------------------
 
@@ -174,13 +154,14 @@ class Zygotes:
         fds = array.array("i")
         for _, _, payload in ancillary:
             fds.frombytes(payload[: len(payload) - len(payload) % 4])
-        if len(data) < ANSWER.size:
+        number, pid, code = ANSWER.unpack_from(data) if len(data) >= ANSWER.size else (0, 0, 0)
+        if zygote.box is None or number != zygote.number:  # its end, or an answer that nobody asked for: what it has started is nobody's
+            for fd in fds:
+                syscalls.pidfd_send_signal(fd, signal.SIGKILL)
+                os.close(fd)
             self._zygote_died(zygote)
         else:
-            number, pid, code = ANSWER.unpack_from(data)
             box, zygote.box = zygote.box, None
-            if box is None or number != zygote.number:
-                raise Refused(f"zygote {zygote.pid} answered {number}, which nobody asked")
             self.zygote_deaths = 0
             self._launched(box, pid, fds[0] if fds else -1, code, data[ANSWER.size :].decode(errors="replace"))
         self._hand_out_launches()
