@@ -92,12 +92,14 @@ class Log:
 
 
 class Commands:
-    """Of one Edge. ``emit(kind, record, detail)`` copies results to the stream of events; ``spawn`` keeps tasks."""
+    """Of one Edge. ``emit(kind, record, detail)`` copies results to the stream of events; ``spawn`` keeps tasks; ``live(ulid)``: whether
+    the sandbox has not ended."""
 
-    def __init__(self, store: Store, emit: Emit, spawn: Callable[[object], object]) -> None:
+    def __init__(self, store: Store, emit: Emit, spawn: Callable[[object], object], live: Callable[[str], bool]) -> None:
         self._store = store
         self._emit = emit
         self._spawn = spawn
+        self._live = live
         self._logs: dict[str, Log] = {}
         self._results: OrderedDict[tuple[str, int], OpStatus] = OrderedDict()
         self._dirty: set[str] = set()
@@ -321,6 +323,9 @@ class Commands:
         if its is None:
             its = self._logs[ulid] = Log(loaded=ulid in self._fresh)
             self._fresh.discard(ulid)
+            if not self._live(ulid):  # read for one question: the next flush lets go of it again
+                its.over = True
+                self._dirty.add(ulid)
         if not its.loaded:
             async with its.lock:
                 if not its.loaded:

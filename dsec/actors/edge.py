@@ -86,7 +86,7 @@ class Edge:
         self.adopting = True
         self.stopping = self.over = False
         self.intake = Intake(self)
-        self.commands = Commands(store, self.emit, self.spawn)
+        self.commands = Commands(store, self.emit, self.spawn, self.sandboxes.__contains__)
         self.checkpoints = Checkpoints(self)
         self.workers = Workers(self)
         self.standing = Standing(self, fences, trust)

@@ -122,6 +122,9 @@ async def test_a_recorded_step_needs_no_sandbox(box: Box) -> None:
         assert (await late.exec("echo kept", step="a")).stdout == b"kept\n"
         with pytest.raises(SandboxGone):
             await late.exec("echo new", step="b")
+        # What was read for that question does not stay in the Edge's memory until the sandbox is forgotten.
+        await eventually(lambda: sb.id.rpartition("-")[2] not in box.edges["n1"].commands._logs)
+        assert [item.step for item in await late.commands()] == ["a"]
 
 
 async def test_an_unknown_outcome_is_told_and_nothing_is_run(box: Box, monkeypatch: pytest.MonkeyPatch) -> None:
