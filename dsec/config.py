@@ -82,6 +82,8 @@ class EdgeConfig(Room, frozen=True):
     cpu_overcommit: Annotated[float, Meta(gt=0, le=1_000, description="cpu shares admitted per core")] = 128.0
     pids: Annotated[int, Meta(ge=0, description="processes expected at most; 0 = pid_max - 4096")] = 0
     pids_overcommit: Annotated[float, Meta(gt=0, le=1_000, description="process limits admitted per expected process")] = 16.0
+    disk: Annotated[int, Meta(ge=0, description="disk for what sandboxes write; 0 = the size of where it lies, unless that is memory")] = 0
+    disk_overcommit: Annotated[float, Meta(gt=0, le=1_000, description="disk limits admitted per byte of disk")] = 16.0
     starting_max: Annotated[int, Meta(ge=0, le=1_000, description="sandboxes launched at one time; 0 = 2 a core, 4 to 8")] = 0
     queue_max: Annotated[int, Meta(ge=1, description="accepted sandboxes that may wait for their launch")] = 20_000
     heartbeat_ms: Annotated[int, Meta(ge=20, description="period of heartbeats")] = 1_000

@@ -2,8 +2,10 @@
 
 Memory is the memory limit plus the bytes of a tmpfs upper (they are memory too). Few sandboxes use what they may, so limits are
 overcommitted as CPU shares are; what all of them really use is bounded by their common cgroup, so the node itself is never at stake.
-Processes are admitted by what is expected of them, slots by count; what is being started is capped apart.
-Each reservation has one owner (a ulid); reserving twice or releasing twice changes nothing.
+Processes are admitted by what is expected of them, slots by count; what is being started is capped apart. Disk is what a sandbox may
+write where its node keeps writable layers, unless that is memory.
+Each reservation has one owner (a ulid); reserving twice or releasing twice changes nothing. A sandbox that is paused gives all back but
+its disk: what it has written stays where it is.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import msgspec
 
 from dsec.bus.messages import NodeLoad
 from dsec.config import EdgeConfig
-from dsec.model import SandboxSpec
+from dsec.model import Resources
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
@@ -27,6 +29,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     pids: int
     starting: int
     largest: int = 0  # bytes that one sandbox may be promised: what there really is; 0 = as `memory`
+    disk: int = 0  # 0 = not known, and not admitted by
+    largest_disk: int = 0  # as `largest`
 
 
 class Demand(msgspec.Struct, frozen=True):
@@ -35,13 +39,14 @@ class Demand(msgspec.Struct, frozen=True):
     memory: int
     cpus: float
     pids: int
+    disk: int = 0
 
 
-def demand(spec: SandboxSpec, *, tmpfs_upper: bool) -> Demand:
-    """What ``spec`` takes; the upper's bytes count as memory where it lives on tmpfs."""
-    r = spec.resources
-    on_tmpfs = spec.disk_mode == "tmpfs" or (spec.disk_mode == "auto" and tmpfs_upper)
-    return Demand(r.memory + (r.disk if on_tmpfs else 0), r.cpus, r.pids)
+def demand(resources: Resources, disk_mode: str) -> Demand:
+    """What a sandbox takes. ``disk_mode``: what its upper lives on; its bytes count as memory on tmpfs, and nowhere in a plain directory,
+    which has no limit."""
+    memory = resources.memory + (resources.disk if disk_mode == "tmpfs" else 0)
+    return Demand(memory, resources.cpus, resources.pids, resources.disk if disk_mode not in ("tmpfs", "dir") else 0)
 
 
 def room(config: EdgeConfig, memory: int) -> int:
@@ -49,8 +54,9 @@ def room(config: EdgeConfig, memory: int) -> int:
     return config.memory or max(0, memory - config.memory_reserve)
 
 
-def limits(config: EdgeConfig, *, memory: int, cpus: int, pid_max: int) -> Limits:
-    """The ledger's limits from the configuration and what the node has."""
+def limits(config: EdgeConfig, *, memory: int, cpus: int, pid_max: int, disk: int = 0) -> Limits:
+    """The ledger's limits from the configuration and what the node has (``disk`` 0: nobody knows)."""
+    disk = config.disk or disk
     pids = config.pids or max(64, pid_max - 4096)
     return Limits(
         memory=int(room(config, memory) * config.memory_overcommit),
@@ -59,6 +65,8 @@ def limits(config: EdgeConfig, *, memory: int, cpus: int, pid_max: int) -> Limit
         pids=int(pids * config.pids_overcommit),
         starting=config.starting_max or max(4, min(8, 2 * cpus)),
         largest=room(config, memory),
+        disk=int(disk * config.disk_overcommit),
+        largest_disk=disk,
     )
 
 
@@ -78,6 +86,8 @@ class Ledger:
         self.memory = 0
         self.cpus = 0.0
         self.pids = 0
+        self.disks: dict[str, int] = {}
+        self.disk = 0
 
     def refuses(self, want: Demand) -> str:
         """The name of the first filter that has no room for ``want``, with figures; "" when it fits."""
@@ -90,6 +100,8 @@ class Ledger:
             return "cpus"
         if self.pids + want.pids > most.pids:
             return "pids"
+        if most.disk and self.disk + want.disk > most.disk:
+            return "disk"
         return ""
 
     def never_fits(self, want: Demand) -> str:
@@ -99,7 +111,9 @@ class Ledger:
             return "memory"
         if want.cpus > most.cpus + 1e-6:
             return "cpus"
-        return "pids" if want.pids > most.pids else ""
+        if want.pids > most.pids:
+            return "pids"
+        return "disk" if most.disk and want.disk > (most.largest_disk or most.disk) else ""
 
     def explain(self, refused_by: str, want: Demand) -> str:
         """One sentence for a person."""
@@ -109,6 +123,7 @@ class Ledger:
             "memory": f"{want.memory >> 20} MiB wanted, {(most.memory - self.memory) >> 20} of {most.memory >> 20} MiB free",
             "cpus": f"{want.cpus:g} cpus wanted, {most.cpus - self.cpus:g} of {most.cpus:g} shares free",
             "pids": f"{want.pids} processes wanted, {most.pids - self.pids} of {most.pids} free",
+            "disk": f"{want.disk >> 20} MiB of disk wanted, {(most.disk - self.disk) >> 20} of {most.disk >> 20} MiB free",
         }
         return text.get(refused_by, refused_by)
 
@@ -116,6 +131,8 @@ class Ledger:
         """Take ``want`` for ``owner``; answers the filter that refused, or "". ``force`` is for adoption: what runs is a fact."""
         if owner in self.held:
             return ""
+        if owner in self.disks:
+            want = Demand(want.memory, want.cpus, want.pids)
         if not force and (refused_by := self.refuses(want)):
             return refused_by
         self.held[owner] = want
@@ -123,10 +140,21 @@ class Ledger:
         self.memory += want.memory
         self.cpus += want.cpus
         self.pids += want.pids
+        self.hold_disk(owner, want.disk)
         return ""
 
+    def hold_disk(self, owner: str, size: int) -> None:
+        """Count what ``owner`` may write, until `free_disk`."""
+        if size and owner not in self.disks:
+            self.disks[owner] = size
+            self.disk += size
+
+    def free_disk(self, owner: str) -> None:
+        """What ``owner`` wrote is gone."""
+        self.disk -= self.disks.pop(owner, 0)
+
     def release(self, owner: str) -> bool:
-        """Give back what ``owner`` holds; False when it held nothing."""
+        """Give back what ``owner`` holds, but for its disk; False when it held nothing."""
         had = self.held.pop(owner, None)
         if had is None:
             return False
@@ -145,6 +173,8 @@ class Ledger:
             slots_free=most.slots - len(self.held),
             slots_total=most.slots,
             pids_free=most.pids - self.pids,
+            disk_free=most.disk - self.disk,
+            disk_total=most.disk,
             starting=starting,
             starting_max=most.starting,
             admitted=self.admitted,

@@ -221,8 +221,10 @@ class Edge:
                 how = last
             else:
                 how = Exit(reason=ExitReason.BROKEN, detail="it ended while the Edge was away")
+        want = demand_of(sandbox.plan)
+        self.ledger.hold_disk(record.ulid, want.disk)
         if event is not On.ADOPTED_PAUSED:
-            self.ledger.reserve(record.ulid, demand_of(sandbox.plan), force=True)
+            self.ledger.reserve(record.ulid, want, force=True)
         if instance is not None:
             sandbox.hold(instance)
         if record.lease:

@@ -52,9 +52,21 @@ class Planner(Protocol):
         """As it is now: a node whose addresses were taken chooses others."""
         ...
 
-    async def resolve(self, spec: SandboxSpec) -> Resolved:
-        """Raises `NotFound` for a layer that this node does not have, `InvalidRequest` for what cannot be a layer."""
+    @property
+    def disk_place(self) -> tuple[str, int]:
+        """What sandboxes write to that is not memory: a name, the same for those that share it, and its bytes (0: none, or not known)."""
         ...
+
+    async def resolve(self, spec: SandboxSpec) -> Resolved:
+        """The layers, held: the caller lets go of them. Raises `NotFound` for a layer that this node does not have, `InvalidRequest` for
+        what cannot be a layer."""
+        ...
+
+    def hold(self, refs: tuple[LayerRef, ...]) -> None:
+        """Keep a sandbox's layers, which are held or mounted, from being removed until `let_go`."""
+        ...
+
+    def let_go(self, refs: tuple[LayerRef, ...]) -> None: ...
 
     async def stand(self, spec: SandboxSpec, refs: tuple[LayerRef, ...]) -> Resolved:
         """As `resolve`, on these layers whatever the spec's names mean now."""
@@ -76,6 +88,7 @@ class FakePlanner:
     def __init__(self, backend: FakeBackend, node: Node) -> None:
         self.backend = backend
         self.node = node
+        self.disk_place = ("", 0)
 
     async def resolve(self, spec: SandboxSpec) -> Resolved:
         refs = []
@@ -87,6 +100,12 @@ class FakePlanner:
 
     async def stand(self, spec: SandboxSpec, refs: tuple[LayerRef, ...]) -> Resolved:  # noqa: ARG002
         return Resolved(refs)
+
+    def hold(self, refs: tuple[LayerRef, ...]) -> None:
+        pass
+
+    def let_go(self, refs: tuple[LayerRef, ...]) -> None:
+        pass
 
     async def named(self, prefix: str) -> tuple[str, ...]:
         return tuple(name for name in self.backend.world.names if name.startswith(prefix))
@@ -111,6 +130,10 @@ class LayerPlanner:
     @property
     def node(self) -> Node:
         return self._container.node
+
+    @property
+    def disk_place(self) -> tuple[str, int]:
+        return self._container.disk_place
 
     async def resolve(self, spec: SandboxSpec) -> Resolved:
         if spec.network.mode == "open":
@@ -316,6 +339,11 @@ class Host:
     def tmpfs_upper(self) -> bool:
         """Whether "auto" means tmpfs on any backend of this node: what the Scheduler counts with."""
         return any(planner.node.disk_modes[:1] == ("tmpfs",) for planner in self.planners.values())
+
+    @property
+    def disk_room(self) -> int:
+        """Bytes of all places where sandboxes' writes go, unless to memory; 0 where there is none."""
+        return sum(dict(planner.disk_place for planner in self.planners.values()).values())
 
     async def close(self, *, nothing_lives: bool) -> None:
         """Let go; with ``nothing_lives`` helper processes and empty groups go too."""

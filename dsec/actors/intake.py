@@ -16,7 +16,6 @@ from dsec.actors.host import Resolved
 from dsec.actors.sandbox import Sandbox
 from dsec.actors.store import Record
 from dsec.backends.base import LaunchPlan
-from dsec.backends.plan import memory_bytes
 from dsec.bus.messages import CancelRequest, Failed, LaunchItem, LaunchReply, LaunchRequest, Placed, ReadyItem, Refusal
 from dsec.bus.subjects import Caller, is_reply, user_of
 from dsec.errors import Busy, Conflict, Denied, DsecError, InvalidRequest, NodeError, NotFound, SandboxGone, Unsupported
@@ -30,7 +29,7 @@ STARTING = (State.PENDING, State.CREATING)
 
 
 def demand_of(plan: LaunchPlan) -> capacity.Demand:
-    return capacity.Demand(memory_bytes(plan), plan.resources.cpus, plan.resources.pids)
+    return capacity.demand(plan.resources, plan.disk_mode)
 
 
 def check_policies(spec: SandboxSpec) -> None:
@@ -174,6 +173,7 @@ class Intake:
         owner = (request.principal, request.project)
         if lease is not None and not edge.leases.add(lease.id, owner, lease.ttl_ms / 1000, ulid, now):
             edge.ledger.release(ulid)
+            edge.ledger.free_disk(ulid)
             self.slots.give_back(slot)
             foreign = Denied("this lease is somebody else's", field="lease", value=lease.id, reason="lease")
             return Refusal(index=item.index, error=foreign.body(), filter="lease", final=True)

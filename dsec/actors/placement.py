@@ -16,13 +16,15 @@ from collections.abc import Container, Iterable, Sequence
 
 import msgspec
 
+from dsec.actors import capacity
 from dsec.bus.messages import CreateItem, Heartbeat, NodeLoad
 from dsec.errors import InvalidRequest
 from dsec.model import SandboxId, SandboxSpec
 
 # Filters in the order in which they are asked; those above the line can only change when nodes come or change.
 STATIC = ("backend", "arch", "devices", "labels")
-CAPACITY = ("memory", "cpus", "pids", "slots")
+CAPACITY = ("memory", "cpus", "pids", "slots", "disk")
+_NO_LIMIT = 1 << 62  # bytes of a node that does not admit by its disk
 # backend, arch, devices, labels, isolation, and the node that keeps the checkpoint
 Kind = tuple[str, str, tuple[str, ...], tuple[tuple[str, str], ...], str, str]
 UNANSWERED_BEATS = 10  # heartbeats after which a batch without an answer is not counted any more
@@ -35,17 +37,18 @@ class Requirement(msgspec.Struct, frozen=True):
     need: tuple[int, int]  # memory on a node whose uppers are (0) on a disk, (1) on tmpfs
     cpus: float
     pids: int
+    disk: tuple[int, int] = (0, 0)  # and disk
 
 
 def requirement(spec: SandboxSpec) -> Requirement:
     r = spec.resources
-    mode = spec.disk_mode
-    with_upper = r.memory + r.disk
+    here = [capacity.demand(r, usual if spec.disk_mode == "auto" else spec.disk_mode) for usual in ("disk", "tmpfs")]
     return Requirement(
         kind=(spec.backend, spec.arch, spec.devices, tuple(sorted(spec.node_labels.items())), spec.isolation, home_of(spec)),
-        need=(with_upper if mode == "tmpfs" else r.memory, with_upper if mode in ("tmpfs", "auto") else r.memory),
+        need=(here[0].memory, here[1].memory),
         cpus=r.cpus,
         pids=r.pids,
+        disk=(here[0].disk, here[1].disk),
     )
 
 
@@ -71,10 +74,10 @@ class Unplaced(msgspec.Struct, frozen=True):
 class Sent:
     """What one call of `Picture.place` sent to one node. ``seq``: the node's count of admissions once it had answered; 0 = it has not."""
 
-    __slots__ = ("count", "cpus", "exclusive", "memory", "n", "pids", "principal", "seq")
+    __slots__ = ("count", "cpus", "disk", "exclusive", "memory", "n", "pids", "principal", "seq")
 
-    def __init__(self, n: int, count: int, memory: int, cpus: float, pids: int, principal: str, exclusive: bool) -> None:
-        self.n, self.count, self.memory, self.cpus, self.pids = n, count, memory, cpus, pids
+    def __init__(self, n: int, count: int, memory: int, cpus: float, pids: int, disk: int, principal: str, exclusive: bool) -> None:
+        self.n, self.count, self.memory, self.cpus, self.pids, self.disk = n, count, memory, cpus, pids, disk
         self.principal, self.exclusive, self.seq = principal, exclusive, 0
 
     def within(self, load: NodeLoad) -> bool:
@@ -153,7 +156,7 @@ class Picture:
             if not sent.seq and sent.count == placed:
                 share = accepted / max(1, placed)
                 sent.count, sent.memory, sent.pids = accepted, int(sent.memory * share), int(sent.pids * share)
-                sent.cpus, sent.seq = sent.cpus * share, max(1, load.admitted)
+                sent.cpus, sent.disk, sent.seq = sent.cpus * share, int(sent.disk * share), max(1, load.admitted)
                 break
         self._dirty = True
 
@@ -177,6 +180,7 @@ class Picture:
         self._cpus = [load.cpus_total - load.cpus_reserved for load in loads]
         self._slots = [load.slots_free for load in loads]
         self._pids = [load.pids_free for load in loads]
+        self._disk = [load.disk_free if load.disk_total else _NO_LIMIT for load in loads]
         self._per_memory = [1.0 / max(1, load.memory_total) for load in loads]
         self._per_cpu = [1.0 / max(0.01, load.cpus_total) for load in loads]
         self._per_slot = [1.0 / max(1, load.slots_total) for load in loads]
@@ -191,6 +195,7 @@ class Picture:
                     self._memory[at] -= sent.memory
                     self._cpus[at] -= sent.cpus
                     self._pids[at] -= sent.pids
+                    self._disk[at] -= sent.disk
             # Load of a node: its scarcest resource, and a little for those that wait to be started there.
             used = max(1.0 - memory * self._per_memory[at], 1.0 - cpus * self._per_cpu[at], 1.0 - slots * self._per_slot[at])
             self._score.append(used + 0.01 * told.starting / max(1, told.starting_max))
@@ -274,7 +279,8 @@ class Picture:
                 memory = sum(needs[spec].need[tmpfs] for _, spec in pairs)
                 cpus = sum(needs[spec].cpus for _, spec in pairs)
                 pids = sum(needs[spec].pids for _, spec in pairs)
-                node.recent.append(Sent(node.beat.n, len(pairs), memory, cpus, pids, principal, at in used))
+                disk = sum(needs[spec].disk[tmpfs] for _, spec in pairs)
+                node.recent.append(Sent(node.beat.n, len(pairs), memory, cpus, pids, disk, principal, at in used))
         return answer, unplaced
 
     def _place_kind(
@@ -285,17 +291,17 @@ class Picture:
         placed: list[list[tuple[int, int]]],
         unplaced: list[Unplaced],
     ) -> None:
-        memory, cpus, slots, pids, score = self._memory, self._cpus, self._slots, self._pids, self._score
+        memory, cpus, slots, pids, disk, score = self._memory, self._cpus, self._slots, self._pids, self._disk, self._score
         tmpfs, per_memory, per_cpu, per_slot = self._tmpfs, self._per_memory, self._per_cpu, self._per_slot
         total = sum(run.count for run in runs)
         k = min(self._k, len(candidates))
         draws = [self._rng.choices(candidates, k=total) for _ in range(k)]
         first, second = draws[0], draws[1] if k > 1 else draws[0]
-        hopeless: list[tuple[int, float, int]] = []  # smallest demands that found no node: what needs no less is not searched again
+        hopeless: list[tuple[int, float, int, int]] = []  # smallest demands that found no node: what needs no less is not searched again
         n = 0
         for run in runs:
             requirement = needs[run.spec]
-            need, cpu, pid, spec = requirement.need, requirement.cpus, requirement.pids, run.spec
+            need, cpu, pid, room, spec = requirement.need, requirement.cpus, requirement.pids, requirement.disk, run.spec
             for index in range(run.first, run.first + run.count):
                 at, other = first[n], second[n]
                 if score[other] < score[at]:
@@ -304,17 +310,21 @@ class Picture:
                     if score[draw[n]] < score[at]:
                         at, other = draw[n], at
                 n += 1
-                mem = need[tmpfs[at]]
-                if memory[at] < mem or slots[at] < 1 or cpus[at] + 1e-6 < cpu or pids[at] < pid:
-                    at, mem = other, need[tmpfs[other]]
-                    if memory[at] < mem or slots[at] < 1 or cpus[at] + 1e-6 < cpu or pids[at] < pid:
+                kind = tmpfs[at]
+                mem = need[kind]
+                if memory[at] < mem or slots[at] < 1 or cpus[at] + 1e-6 < cpu or pids[at] < pid or disk[at] < room[kind]:
+                    at, kind = other, tmpfs[other]
+                    mem = need[kind]
+                    if memory[at] < mem or slots[at] < 1 or cpus[at] + 1e-6 < cpu or pids[at] < pid or disk[at] < room[kind]:
                         at = self._search(requirement, candidates, hopeless)
                         if at < 0:
                             refused_by, final = self._why(requirement, candidates)
                             unplaced.append(Unplaced(index, spec, refused_by, final))
                             continue
-                        mem = need[tmpfs[at]]
+                        kind = tmpfs[at]
+                        mem = need[kind]
                 memory[at] -= mem
+                disk[at] -= room[kind]
                 cpus[at] -= cpu
                 slots[at] -= 1
                 pids[at] -= pid
@@ -326,11 +336,11 @@ class Picture:
                 score[at] += grows if grows > least else least  # noqa: FURB136 - max() costs twice as much in this loop
                 placed[at].append((index, spec))
 
-    def _search(self, want: Requirement, candidates: list[int], hopeless: list[tuple[int, float, int]]) -> int:
+    def _search(self, want: Requirement, candidates: list[int], hopeless: list[tuple[int, float, int, int]]) -> int:
         """The least loaded node with room, when neither of the drawn ones has; -1 when there is none."""
-        least = min(want.need)
-        for mem, cpu, pid in hopeless:
-            if least >= mem and want.cpus >= cpu and want.pids >= pid:
+        least, room = min(want.need), min(want.disk)
+        for mem, cpu, pid, disk in hopeless:
+            if least >= mem and want.cpus >= cpu and want.pids >= pid and room >= disk:
                 return -1
         best, best_score = -1, 0.0
         for at in candidates:
@@ -339,11 +349,12 @@ class Picture:
                 and self._memory[at] >= want.need[self._tmpfs[at]]
                 and self._cpus[at] + 1e-6 >= want.cpus
                 and self._pids[at] >= want.pids
+                and self._disk[at] >= want.disk[self._tmpfs[at]]
             )
             if fits and (best < 0 or self._score[at] < best_score):
                 best, best_score = at, self._score[at]
         if best < 0 and len(hopeless) < 8:
-            hopeless.append((max(want.need), want.cpus, want.pids))
+            hopeless.append((max(want.need), want.cpus, want.pids, max(want.disk)))
         return best
 
     def _why(self, want: Requirement, candidates: list[int]) -> tuple[str, bool]:
@@ -353,7 +364,8 @@ class Picture:
         for at in candidates:
             load = self._list[at].beat.load
             need = want.need[self._tmpfs[at]]
-            if load.memory_total >= need and load.cpus_total >= want.cpus:
+            fits = not load.disk_total or load.disk_total >= want.disk[self._tmpfs[at]]
+            if load.memory_total >= need and load.cpus_total >= want.cpus and fits:
                 final = False
             if self._slots[at] < 1:
                 counts["slots"] += 1
@@ -361,8 +373,10 @@ class Picture:
                 counts["memory"] += 1
             elif self._cpus[at] < want.cpus:
                 counts["cpus"] += 1
-            else:
+            elif self._pids[at] < want.pids:
                 counts["pids"] += 1
+            else:
+                counts["disk"] += 1
         return max(counts, key=lambda name: counts[name]), final
 
 

@@ -145,7 +145,7 @@ async def edge(config: Config) -> AsyncIterator[Edge]:
         await host.open()
         events = await EventPublisher(control, name, Path(config.edge.state_dir) / "spool", spool_limit=config.bus.spool_max_bytes).start()
         memory, cpus, pid_max = capacity.node_has()
-        limits = capacity.limits(config.edge, memory=memory, cpus=cpus, pid_max=pid_max)
+        limits = capacity.limits(config.edge, memory=memory, cpus=cpus, pid_max=pid_max, disk=host.disk_room)
         actor = Edge(control, bulk, config.edge, name, store, host, limits, events, fences, config.watcher.lost_after_ms / 2000)
         stack.push_async_callback(_leave, actor, fences)
         await actor.start(records, fenced, rebooted=store.rebooted)

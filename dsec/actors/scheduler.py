@@ -16,7 +16,7 @@ import structlog
 from dsec import faults
 from dsec.actors import burst as bursts
 from dsec.actors.burst import Batch, Slice
-from dsec.actors.placement import Picture, Requirement, requirement
+from dsec.actors.placement import CAPACITY, Picture, Requirement, requirement
 from dsec.bus import codec, subjects
 from dsec.bus.actor import Context, Route, Verb
 from dsec.bus.bus import Bus
@@ -286,7 +286,7 @@ class Scheduler:
         s.accepted(batch, reply.accepted)
         if reply.refused:
             self._tell_failed(s, s.refused(batch, reply.refused))
-            if any(refusal.filter not in ("memory", "cpus", "pids", "slots", "layers") and not refusal.final for refusal in reply.refused):
+            if any(refusal.filter not in (*CAPACITY, "layers") and not refusal.final for refusal in reply.refused):
                 self.picture.forget(batch.edge)
 
     async def _again(self, s: Slice) -> None:

@@ -77,7 +77,7 @@ class SimulatedEdge:
         accepted: list[int] = []
         placed: list[Placed] = []
         refused: list[Refusal] = []
-        demands = [capacity.demand(spec, tmpfs_upper=True) for spec in request.specs]
+        demands = [capacity.demand(spec.resources, "tmpfs" if spec.disk_mode == "auto" else spec.disk_mode) for spec in request.specs]
         backends = [spec.backend for spec in request.specs]
         owner = (request.principal, request.project, request.burst)
         for item in request.items:
@@ -112,6 +112,7 @@ class SimulatedEdge:
         while self._ends and self._ends[0][0] <= now:
             _, key, ulid = self._ends.popleft()
             self.ledger.release(ulid)
+            self.ledger.free_disk(ulid)
             self.known.pop(key, None)
 
     def beat(self) -> None:

@@ -142,6 +142,11 @@ class ContainerBackend:
     def _heir(self) -> list[str]:
         return orphans.command(self.kind, self.options)
 
+    @property
+    def disk_place(self) -> tuple[str, int]:
+        """What the writable layers share that are not memory: which it is, and its bytes."""
+        return self._disks.measured
+
     async def alone(self) -> bool:
         """Whether no other Edge is connected to the holder."""
         return int((await self._holder.request("edges"))["count"]) == 1

@@ -40,6 +40,7 @@ class Disks:
         self.place = f"{state_dir}/disks"
         self.in_image = False  # the store of subvolumes is a file, and the holder mounts it
         self.root = ""  # that store as this process reaches it
+        self.measured = ("", 0)  # what the uppers share that are not memory: which it is, and its bytes
 
     @classmethod
     def seen(cls, state_dir: str, wanted: str, store_bytes: int, userns: bool = True) -> Disks:
@@ -66,6 +67,14 @@ class Disks:
                 raise Unsupported(found[self.wanted], field="container.disk", value=self.wanted, fix=fix, reason="disk")
             modes.sort(key=lambda mode: mode != self.wanted)
         self.modes = tuple(modes)
+        self.measured = self._measure()
+
+    def _measure(self) -> tuple[str, int]:
+        """The file of subvolumes, where there is one, else the state directory's file system."""
+        if self.in_image:
+            return self.image, os.path.getsize(self.image)
+        room = os.statvfs(self.state)
+        return f"device {os.stat(self.state).st_dev}", room.f_blocks * room.f_frsize
 
     def _trouble(self, mode: str, userns: bool, make: bool) -> str:
         if mode in ("quota", "btrfs") and syscalls.disabled(mode):

@@ -408,7 +408,7 @@ class ManyReply(Message, frozen=True, kw_only=True):
 
 # ------------------------------------------------------------------ nodes and the cluster
 class NodeLoad(Message, frozen=True, kw_only=True):
-    """The admission ledger in numbers; memory in bytes."""
+    """The admission ledger in numbers; memory and disk in bytes."""
 
     memory_free: int = 0
     memory_total: int = 0
@@ -417,6 +417,8 @@ class NodeLoad(Message, frozen=True, kw_only=True):
     slots_free: int = 0
     slots_total: int = 0
     pids_free: int = 0
+    disk_free: int = 0
+    disk_total: int = 0  # 0: not known, and not admitted by
     starting: int = 0
     starting_max: int = 0
     admitted: int = -1  # sandboxes admitted since the Edge started, ended ones too: which of two ledgers is newer; -1: not counted

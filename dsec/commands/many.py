@@ -240,9 +240,9 @@ def node_command() -> None:
 @node_command.command("ls")
 @common
 def node_ls(settings: Settings) -> None:
-    """Nodes with their load, as the Watcher sees them: SLOTS, MEMORY and CPUS are what sandboxes have reserved of what may be.
+    """Nodes with their load, as the Watcher sees them: SLOTS, MEMORY, CPUS and DISK are what sandboxes have reserved of what may be.
 
-    More than the machine has may be reserved, by `edge.memory_overcommit` and `edge.cpu_overcommit`.
+    More than the machine has may be reserved, by `edge.memory_overcommit`, `edge.cpu_overcommit` and `edge.disk_overcommit`.
     """
 
     async def work() -> ClusterView:
@@ -267,10 +267,11 @@ def node_ls(settings: Settings) -> None:
                 f"{load.slots_total - load.slots_free}/{load.slots_total}",
                 f"{size_text(load.memory_total - load.memory_free)}/{size_text(load.memory_total)}",
                 f"{load.cpus_reserved:g}/{load.cpus_total:g}",
+                f"{size_text(load.disk_total - load.disk_free)}/{size_text(load.disk_total)}" if load.disk_total else "",
             )
         )
-    rows += [(name, "lost", "", "", "", "", "") for name in sorted(view.lost) if all(node.edge != name for node in view.nodes)]
-    table(["NODE", "STATE", "BACKENDS", "SANDBOXES", "SLOTS", "MEMORY", "CPUS"], rows)
+    rows += [(name, "lost", "", "", "", "", "", "") for name in sorted(view.lost) if all(node.edge != name for node in view.nodes)]
+    table(["NODE", "STATE", "BACKENDS", "SANDBOXES", "SLOTS", "MEMORY", "CPUS", "DISK"], rows)
 
 
 @node_command.command("drain")

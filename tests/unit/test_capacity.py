@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from dsec.actors.capacity import Demand, Ledger, Limits, demand, limits
 from dsec.config import EdgeConfig
-from dsec.model import GIB, MIB, Resources, SandboxSpec
+from dsec.model import GIB, MIB, Resources
 
 LIMITS = Limits(memory=8 * GIB, cpus=16.0, slots=4, pids=1000, starting=4)
 
@@ -37,12 +37,39 @@ def test_each_reservation_has_one_owner() -> None:
 
 
 def test_a_tmpfs_upper_is_memory() -> None:
-    """Its bytes are admitted beside the memory limit."""
-    spec = SandboxSpec(image="x", resources=Resources(memory=GIB, disk=2 * GIB))
-    assert demand(spec, tmpfs_upper=True).memory == 3 * GIB
-    assert demand(spec, tmpfs_upper=False).memory == GIB
-    loop = SandboxSpec(image="x", disk_mode="loop", resources=Resources(memory=GIB, disk=2 * GIB))
-    assert demand(loop, tmpfs_upper=True).memory == GIB
+    """Its bytes are admitted beside the memory limit; on a disk they are admitted by the disk; what has no limit is in nobody's sum."""
+    asked = Resources(memory=GIB, disk=2 * GIB)
+    found = {mode: demand(asked, mode) for mode in ("tmpfs", "loop", "btrfs", "quota", "dir")}
+    assert {mode: each.memory // GIB for mode, each in found.items()} == {"tmpfs": 3, "loop": 1, "btrfs": 1, "quota": 1, "dir": 1}
+    assert {mode: each.disk // GIB for mode, each in found.items()} == {"tmpfs": 0, "loop": 2, "btrfs": 2, "quota": 2, "dir": 0}
+
+
+def test_disk_limits_fit_into_the_store_times_its_overcommit() -> None:
+    """The sum of what may be written is bounded; one limit above the whole store never fits; a node that knows no size admits all."""
+    got = limits(EdgeConfig(disk_overcommit=2.0), memory=8 * GIB, cpus=2, pid_max=32768, disk=4 * GIB)
+    assert (got.disk, got.largest_disk) == (8 * GIB, 4 * GIB)
+    assert limits(EdgeConfig(disk=GIB), memory=8 * GIB, cpus=2, pid_max=32768, disk=4 * GIB).largest_disk == GIB
+    ledger = Ledger(got)
+    want = Demand(MIB, 0.1, 1, 3 * GIB)
+    assert [ledger.reserve(name, want) for name in ("a", "b", "c")] == ["", "", "disk"]
+    assert ledger.explain("disk", want) == "3072 MiB of disk wanted, 2048 of 8192 MiB free"
+    assert (ledger.never_fits(want), ledger.never_fits(Demand(MIB, 0.1, 1, 5 * GIB))) == ("", "disk")
+    assert (ledger.load(0).disk_free, ledger.load(0).disk_total) == (2 * GIB, 8 * GIB)
+    assert Ledger(limits(EdgeConfig(), memory=8 * GIB, cpus=2, pid_max=32768)).reserve("a", Demand(MIB, 0.1, 1, 1 << 60)) == ""
+
+
+def test_a_paused_sandbox_keeps_its_disk() -> None:
+    """What it gave back it may be refused when it resumes, but not its disk, which nobody else could have until it ended."""
+    ledger = Ledger(Limits(memory=GIB, cpus=16.0, slots=4, pids=1000, starting=4, disk=GIB))
+    want = Demand(GIB, 1, 1, GIB)
+    assert ledger.reserve("a", want) == ""
+    ledger.release("a")
+    assert ledger.reserve("b", Demand(MIB, 1, 1, MIB)) == "disk"
+    assert ledger.reserve("a", want) == ""
+    ledger.release("a")
+    ledger.free_disk("a")
+    ledger.free_disk("a")
+    assert (ledger.disk, ledger.reserve("b", want)) == (0, "")
 
 
 def test_limits_come_from_the_node_and_the_configuration() -> None:

@@ -69,6 +69,18 @@ def test_a_tmpfs_upper_counts_as_memory() -> None:
     assert refused_by(picture(beat("a", load=small, tmpfs_upper=True)), big) == ("memory", True)
 
 
+def test_disk_is_placed_by_where_it_is_counted() -> None:
+    """A node whose store is promised away takes no more, one whose writable layers are memory does, and one without a size always."""
+    wanted = spec(resources=Resources(memory=GIB, disk=2 * GIB))
+    full = msgspec.structs.replace(load(), disk_free=3 * GIB, disk_total=8 * GIB)
+    placed, unplaced = place(picture(beat("a", load=full)), wanted, 2)
+    assert (len(placed["a"]), [(row.filter, row.final) for row in unplaced]) == (1, [("disk", False)])
+    assert len(place(picture(beat("a", load=full, tmpfs_upper=True)), wanted, 2)[0]["a"]) == 2
+    assert len(place(picture(beat("a", load=load())), wanted, 2)[0]["a"]) == 2
+    small = msgspec.structs.replace(load(), disk_free=GIB, disk_total=GIB)
+    assert refused_by(picture(beat("a", load=small)), wanted) == ("disk", True)
+
+
 def test_isolation_keeps_users_apart() -> None:
     """isolation="user" goes only where nobody else is, and keeps others away at once, before any heartbeat shows it."""
     mine = spec(isolation="user")
@@ -109,7 +121,7 @@ def test_an_answer_is_fresher_than_a_heartbeat() -> None:
 
 def test_answers_do_not_make_two_schedulers_herd() -> None:
     """Two Schedulers that place by turns, and hear the ledgers of the nodes that they sent to, fill 160 nodes evenly."""
-    want = capacity.demand(spec(), tmpfs_upper=True)
+    want = capacity.demand(spec().resources, "tmpfs")
     ledgers = [capacity.Ledger(capacity.Limits(memory=4096 * GIB, cpus=4096, slots=1000, pids=1 << 20, starting=8)) for _ in range(160)]
     two = [Picture(rng=random.Random(seed)) for seed in (1, 2)]
     for each in two:
