@@ -451,7 +451,9 @@ class Edge:
         return self.ledger.load(self.intake.starting + len(self.intake.queue))
 
     def enter(self, sandbox: Sandbox) -> None:
-        """It lives here from now on."""
+        """It lives here from now on, and its layers stay."""
+        if (planner := self.host.planners.get(sandbox.record.spec.backend)) is not None:
+            planner.hold(sandbox.record.layers)
         self.sandboxes[sandbox.record.ulid] = sandbox
         user = user_of(sandbox.record.principal)
         self.owners[user] += 1
@@ -465,6 +467,9 @@ class Edge:
         """It lives here no more; False when it did not."""
         if self.sandboxes.pop(sandbox.record.ulid, None) is None:
             return False
+        self.ledger.free_disk(sandbox.record.ulid)
+        if (planner := self.host.planners.get(sandbox.record.spec.backend)) is not None:
+            planner.let_go(sandbox.record.layers)
         user = user_of(sandbox.record.principal)
         self.owners -= Counter((user,))
         if sandbox.record.spec.isolation == "user":

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import hashlib
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import urlsplit
@@ -22,6 +22,7 @@ from dsec.errors import Busy, InvalidRequest, NotFound, Unsupported
 from dsec.layers import stack
 from dsec.layers.fetch import NodeLayers
 from dsec.layers.forget import forget
+from dsec.layers.pins import Pins
 from dsec.layers.pull import Puller
 from dsec.layers.store import LayerConfig, LayerStore
 from dsec.model import LayerRef, SandboxId, SandboxSpec
@@ -124,6 +125,7 @@ class LayerPlanner:
         self.backend: Backend = backend
         self._container = backend
         self.layers = layers
+        self._pins = Pins(layers.store)
         self._stacks: dict[str, tuple[str, ...]] = {}
         self._configs: dict[str, LayerConfig] = {}  # by digest: a digest's record never changes
 
@@ -138,9 +140,13 @@ class LayerPlanner:
     async def resolve(self, spec: SandboxSpec) -> Resolved:
         if spec.network.mode == "open":
             await self._container.settle_network()
-        await self.layers.ensure(name for _, _, name in stack.names(spec))
-        await self._image(spec.image)
-        return await self._known(await self._whole(stack.build(spec, self.layers.lookup).lowers))
+
+        async def find() -> tuple[LayerRef, ...]:
+            await self.layers.ensure(name for _, _, name in stack.names(spec))
+            await self._image(spec.image)
+            return await self._whole(stack.build(spec, self.layers.lookup).lowers)
+
+        return await self._held(find)
 
     async def stand(self, spec: SandboxSpec, refs: tuple[LayerRef, ...]) -> Resolved:
         if spec.network.mode == "open":
@@ -148,8 +154,33 @@ class LayerPlanner:
         if len(refs) > stack.MAX_LOWERS:
             fix = "begin anew from files that were copied out, or pack them as one layer"
             raise InvalidRequest(f"the kernel stacks at most {stack.MAX_LOWERS} layers", field="checkpoint", value=len(refs), fix=fix)
-        await self.layers.ensure(ref.digest for ref in refs)
-        return await self._known(refs)
+
+        async def find() -> tuple[LayerRef, ...]:
+            await self.layers.ensure(ref.digest for ref in refs)
+            return refs
+
+        return await self._held(find)
+
+    def hold(self, refs: tuple[LayerRef, ...]) -> None:
+        self._pins.take((ref.digest for ref in refs), mounted=True)
+
+    def let_go(self, refs: tuple[LayerRef, ...]) -> None:
+        self._pins.give_back(ref.digest for ref in refs)
+
+    async def _held(self, find: Callable[[], Awaitable[tuple[LayerRef, ...]]]) -> Resolved:
+        """What ``find`` brings, held. Somebody may remove a layer in between, once."""
+        refs = await find()
+        try:
+            self._pins.take(ref.digest for ref in refs)
+        except NotFound:
+            self.layers.ask_again()
+            refs = await find()
+            self._pins.take(ref.digest for ref in refs)
+        try:
+            return await self._known(refs)
+        except BaseException:
+            self.let_go(refs)
+            raise
 
     async def named(self, prefix: str) -> tuple[str, ...]:
         return tuple(name for info in await self.layers.store.list() for name in info.names if name.startswith(prefix))

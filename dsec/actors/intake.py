@@ -90,12 +90,12 @@ class Intake:
                 known.append((item.index, ulid))
         repeats = {index for index, _ in known}
         fresh = [item for item in request.items if item.index not in repeats]
-        for number in {item.spec for item in fresh}:
-            if not 0 <= number < len(request.specs):
-                raise NotFound("names a spec that the batch does not have", field="items.spec", value=number)
-            resolved[number] = await self._resolve(request.specs[number], request.principal, request.project)
         stored: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         try:
+            for number in {item.spec for item in fresh}:
+                if not 0 <= number < len(request.specs):
+                    raise NotFound("names a spec that the batch does not have", field="items.spec", value=number)
+                resolved[number] = await self._resolve(request.specs[number], request.principal, request.project)
             for done, item in enumerate(fresh):
                 if done % ROUND == ROUND - 1:
                     await asyncio.sleep(0)  # a large batch must not hold the loop; each admission is whole in itself
@@ -119,6 +119,9 @@ class Intake:
             stored.exception()
             raise
         finally:
+            for number, found in resolved.items():
+                if isinstance(found, Resolved):  # each sandbox that was admitted holds them now
+                    edge.host.planner(request.specs[number]).let_go(found.refs)
             for sandbox in new:
                 self._inserts.pop(sandbox.record.ulid, None)
             if not stored.done():

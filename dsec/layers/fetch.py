@@ -131,6 +131,10 @@ class NodeLayers:
                 raise
         self._asked[name] = time.monotonic()
 
+    def ask_again(self) -> None:
+        """Something that was here a moment ago has gone: `ensure` looks for everything anew."""
+        self._asked.clear()
+
     # --- content ---------------------------------------------------------------------------------------------------
 
     async def fetch(self, name: str, progress: Progress = silent) -> LayerRef:
@@ -309,7 +313,7 @@ class NodeLayers:
                 continue
             used -= size
             gone.append(digest)
-            self._asked.clear()  # the next create looks for its names again
+            self.ask_again()  # the next create looks for its names
         return tuple(gone)
 
     def _fetched(self) -> list[tuple[float, int, str]]:

@@ -156,6 +156,16 @@ class LayerStore:
         """A file of a split layer: ``.erofs``, ``.data``, ``.manifest``, ``.data.map`` or ``.touched``."""
         return self._blobs / (digest.replace(":", "-") + suffix)
 
+    def pin(self, digest: str) -> int:
+        """A descriptor that keeps the layer here while it is open: see `mounts.pin_layer`. Does not wait. Raises `NotFound`."""
+        info = self._read_record(digest)
+        with contextlib.suppress(OSError):
+            fd = mounts.pin_layer(LayerMount(kind="erofs_file", source=str(self._blob(info))))
+            if self._record(digest).exists():
+                return fd
+            os.close(fd)
+        raise NotFound("the layer was just removed", field="layer", value=digest, fix="make it again")
+
     @contextlib.asynccontextmanager
     async def staging(self) -> AsyncIterator[Path]:
         """A private directory on the store's file system, removed at the end. One that a crash leaves is removed by `gc`."""

@@ -14,6 +14,7 @@ import pytest
 from dsec.errors import Conflict, InvalidRequest, NodeError, NotFound
 from dsec.layers import erofs, importer, mounts
 from dsec.layers.mounts import LayerMount
+from dsec.layers.pins import Pins
 from dsec.layers.store import LayerConfig, LayerInfo, LayerStore
 
 
@@ -274,3 +275,30 @@ async def test_a_record_written_by_hand_that_is_damaged_is_the_nodes_fault(store
 def test_records_hold_no_names() -> None:
     """Names live in the journal alone, so that a record never disagrees with it."""
     assert LayerInfo(digest="d", stored="erofs", size=1).names == ()
+
+
+async def test_a_layer_that_a_create_has_named_stays(store: LayerStore, source: Path) -> None:
+    """By its digest alone, before anything is mounted: gc leaves it to whoever holds it, each time once, and says when it has gone."""
+    ref = await importer.import_dir(store, source, "w")
+    await store.untag("w")
+    pins = Pins(store)
+    pins.take([ref.digest])
+    pins.take([ref.digest], mounted=True)
+    pins.give_back([ref.digest])
+    assert (await store.gc()).in_use == (ref.digest,)
+    with pytest.raises(Conflict):
+        await store.remove(ref.digest)
+    pins.give_back([ref.digest])
+    pins.give_back([ref.digest])
+    assert (await store.gc()).digests == (ref.digest,)
+    with pytest.raises(NotFound):
+        pins.take([ref.digest])
+    pins.take([ref.digest], mounted=True)  # of a sandbox that runs: it is counted, and the next create still finds that it has gone
+    with pytest.raises(NotFound):
+        pins.take([ref.digest])
+    pins.give_back([ref.digest])
+    again = await importer.import_dir(store, source, "w")
+    pins.take([again.digest])
+    assert mounts.held(blob(store, again.digest))
+    pins.give_back([again.digest])
+    assert mounts.held(blob(store, again.digest)) is False
