@@ -27,6 +27,7 @@ import msgspec
 import structlog
 
 from dsec import config as configs
+from dsec.actors import noted
 from dsec.bus.bus import loop_name
 from dsec.bus.server import NatsServer, tail
 from dsec.config import Config
@@ -269,6 +270,7 @@ async def up(config: Config, *, ready_file: str = "") -> int:
         config.edge.state_dir, backends=config.edge.backends, edges=(name,), schedulers=config.up.schedulers, config=config,
         port=config.up.nats_port,
     )  # fmt: skip
+    stack = contextlib.ExitStack()
     starting = asyncio.ensure_future(cluster.start())
     interrupted = asyncio.ensure_future(over.wait())
     try:
@@ -278,6 +280,8 @@ async def up(config: Config, *, ready_file: str = "") -> int:
             await asyncio.wait([starting])
             return 130
         await starting
+        note = noted.Note(os.getpid(), cluster.url, str(cluster.edges[name].config_path))
+        stack.enter_context(noted.noted(note, noted.folder()))
         said = {"ready": "up", "url": cluster.url, "edges": list(cluster.edges), "state_dir": str(cluster.dir), "pid": os.getpid()}
         said |= {"loop": loop_name()}
         line = json.dumps(said) + "\n"
@@ -296,4 +300,5 @@ async def up(config: Config, *, ready_file: str = "") -> int:
         return 0
     finally:
         interrupted.cancel()
+        stack.close()
         await cluster.stop()

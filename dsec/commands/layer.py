@@ -26,36 +26,36 @@ for _command in (layer_remote.push, layer_remote.fetch, layer_remote.ahead, laye
 
 
 @layer_command.command("bootstrap")
-@click.argument("kind", type=click.Choice(["debian", "tiny", "libdsec"]))
-@click.option("--name", default=None, help="Name of the layer. [default: debian-12, busybox or libdsec]")
-@click.option("--suite", default="bookworm", show_default=True)
-@click.option("--package", multiple=True, help="One more package.")
+@click.argument("kind", metavar="debian|busybox|libdsec", type=click.Choice(["debian", "busybox", "tiny", "libdsec"]))
+@click.option("--name", default="", help="Name of the layer. [default: debian-12 (of bookworm), busybox or libdsec]")
+@click.option("--suite", default=None, help="Of Debian. [default: bookworm]")
+@click.option("--package", multiple=True, help="One more package of Debian.")
 @click.option("--refresh", is_flag=True, help="Make it anew even when it is there.")
 @stored
 @common
 def bootstrap(
     settings: Settings,
     kind: str,
-    name: str | None,
-    suite: str,
+    name: str,
+    suite: str | None,
     package: tuple[str, ...],
     refresh: bool,
     config: str | None,
     store: str | None,
 ) -> None:
-    """Make a base layer: a small Debian (with Python, git and a user `agent`), or tiny, which is busybox alone; or libdsec, the toolkit of
-    workers, with which a sandbox's Python imports the client."""
+    """Make a base layer: a small Debian (with Python, git and a user `agent`), or busybox alone (also called tiny); or libdsec, the toolkit
+    of workers, with which a sandbox's Python imports the client."""
     from dsec.layers import bootstrap as made
     from dsec.layers.client import bootstrap_client
 
+    if kind != "debian" and (suite or package):
+        raise click.UsageError("--suite and --package are Debian's")
     target = open_store(config, store)
     if kind == "debian":
         packages = (*made.DEBIAN_PACKAGES, *package)
         ref = told(
             settings,
-            lambda tell: made.bootstrap_debian(
-                target, suite=suite, packages=packages, name=name or "debian-12", refresh=refresh, progress=tell
-            ),
+            lambda tell: made.bootstrap_debian(target, suite or "bookworm", packages=packages, name=name, refresh=refresh, progress=tell),
         )
     elif kind == "libdsec":
         ref = told(settings, lambda tell: bootstrap_client(target, name or "libdsec", refresh=refresh, progress=tell))

@@ -15,15 +15,16 @@ if TYPE_CHECKING:
 
 def stored(function: Callable[..., Any]) -> Callable[..., Any]:
     """Adds --config and --store."""
-    function = click.option("--store", default=None, metavar="DIR", help="The layer store. [default: from the configuration]")(function)
+    where = "The layer store. [default: from the configuration, or that of the `dsec up` that runs here]"
+    function = click.option("--store", default=None, metavar="DIR", help=where)(function)
     return click.option("--config", default=None, metavar="FILE", help="Configuration file. [env: DSEC_CONFIG]")(function)
 
 
 def open_store(config: str | None, store: str | None) -> LayerStore:
-    from dsec.commands.local import layers_directory
+    from dsec.commands.local import layers_directory, node_config
     from dsec.layers.store import LayerStore
 
-    return LayerStore(store or layers_directory(config))
+    return LayerStore(store or layers_directory(node_config(config)))
 
 
 def told(settings: Settings, work: Callable[[Callable[[str], None]], Coroutine[Any, Any, Any]]) -> Any:

@@ -26,11 +26,11 @@ def configured(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def open_remote(config: str | None, remote: str | None, *, make: bool = False) -> RemoteStore:
     """The store that is named, or the configured one. Raises `InvalidRequest` when there is none."""
-    from dsec.config import load
+    from dsec.commands.local import node_config
     from dsec.errors import InvalidRequest
     from dsec.layers.remote import RemoteStore
 
-    url = remote or load(config).layers.remote
+    url = remote or node_config(config).layers.remote
     if not url:
         raise InvalidRequest("no remote layer store is named", field="layers.remote", fix="give --remote, or set layers.remote")
     return RemoteStore(url, timeout=30.0, make=make)

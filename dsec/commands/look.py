@@ -158,15 +158,17 @@ def one_line(argv: tuple[str, ...]) -> str:
 @click.command("top")
 @click.option("-l", "--label", multiple=True, metavar="KEY=VALUE", help="Only with this label.")
 @click.option("-n", "--interval", default=2.0, show_default=True, help="Seconds between looks.")
-@click.option("--once", is_flag=True, help="One table and no more.")
+@click.option("--once/--watch", default=None, help="One table, or one after another. [default: --watch on a terminal, else --once]")
 @common
-def top_command(settings: Settings, label: tuple[str, ...], interval: float, once: bool) -> None:
+def top_command(settings: Settings, label: tuple[str, ...], interval: float, once: bool | None) -> None:
     """What the running sandboxes use, the busiest first.
 
     \b
     dsec top
-    dsec top --once --json | jq
+    dsec top --json | jq
+    dsec top --watch -n 60 >> top.log
     """
+    one_look = not sys.stdout.isatty() if once is None else once
 
     async def look(client: Client) -> list[SandboxInfo]:
         from dsec.bus.messages import Empty, InfoReply
@@ -198,9 +200,10 @@ def top_command(settings: Settings, label: tuple[str, ...], interval: float, onc
                     if info.usage and info.id in before
                 }
                 before, last = {info.id: info.usage.cpu_ms for info in rows if info.usage}, began
-                show_top(settings, rows, shares, clear=not once)
-                if once:
+                show_top(settings, rows, shares, clear=not one_look)
+                if one_look:
                     return
+                sys.stdout.flush()  # a pipe is to have each table as it comes
                 await asyncio.sleep(max(0.1, interval))
 
     run(work())

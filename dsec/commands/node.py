@@ -137,13 +137,13 @@ async def plan_of(image: str, given: dict[str, Any], config: str | None, directo
     """The LaunchPlan that this node would hand to its backend."""
     from dsec.backends.disk import Disks
     from dsec.backends.plan import Node, make_plan
-    from dsec.config import load
+    from dsec.commands.local import layers_directory, node_config
     from dsec.layers import stack
     from dsec.layers.store import LayerStore
     from dsec.model import LayerRef, SandboxId, new_ulid
 
     spec = make_spec(image, given)
-    loaded = load(config)
+    loaded = node_config(config)
     edge = loaded.edge.name or "here"
     room = loaded.container
     modes = ("tmpfs", "dir") if spec.backend == "fake" else Disks.seen(loaded.edge.state_dir, room.disk, room.disk_store_bytes).modes
@@ -154,7 +154,7 @@ async def plan_of(image: str, given: dict[str, Any], config: str | None, directo
         refs: tuple[LayerRef, ...] = tuple(LayerRef(name=name, digest="sha256:" + "0" * 64) for _, _, name in stack.names(spec))
         configs = []
     else:
-        store = LayerStore(directory or loaded.layers.store_dir or os.path.join(loaded.edge.state_dir, "layers"))
+        store = LayerStore(directory or layers_directory(loaded))
         refs = stack.build(spec, store.lookup).lowers
         configs = [await store.config(ref.digest) for ref in refs]
     return make_plan(spec, id=SandboxId(edge, new_ulid()), slot=0, refs=refs, node=node, layer_configs=configs)

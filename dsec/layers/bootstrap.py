@@ -34,25 +34,34 @@ _GROUP = "root:x:0:\ntty:x:5:\nnogroup:x:65534:\nagent:x:1000:\n"
 _EMPTY = ("var/lib/apt/lists", "var/cache/apt", "var/cache/debconf", "var/cache/ldconfig", "var/log", "tmp", "var/tmp", "run", "dev")
 
 
+_RELEASES = {"bullseye": "debian-11", "bookworm": "debian-12", "trixie": "debian-13"}
+
+
+def debian_name(suite: str) -> str:
+    """What a base of that suite is called."""
+    return _RELEASES.get(suite, f"debian-{suite}")
+
+
 async def bootstrap_debian(
     store: LayerStore,
     suite: str = "bookworm",
     variant: str = "minbase",
     packages: Sequence[str] = DEBIAN_PACKAGES,
-    name: str = "debian-12",
+    name: str = "",
     *,
     refresh: bool = False,
     progress: Progress = silent,
 ) -> LayerRef:
     """A Debian base with mmdebstrap; needs root. The same inputs again do no work unless ``refresh`` (then today's packages).
 
-    It has root and a user ``agent`` (1000), an empty resolv.conf and machine-id, no package lists, and the mirrors that it was made
-    from (without credentials). Takes some 20 s and 200 MB with a near mirror. Raises `Unsupported` (not root, no mmdebstrap),
-    `InvalidRequest`, and `NodeError` with mmdebstrap's words.
+    Without a ``name`` it is called as `debian_name` says. It has root and a user ``agent`` (1000), an empty resolv.conf and machine-id, no
+    package lists, and the mirrors that it was made from (without credentials). Takes some 20 s and 200 MB with a near mirror. Raises
+    `Unsupported` (not root, no mmdebstrap), `InvalidRequest`, and `NodeError` with mmdebstrap's words.
     """
     for word, field in ((suite, "suite"), (variant, "variant"), *((package, "packages") for package in packages)):
         if not word or not all(character.isalnum() or character in "+-./:~" for character in word) or word.startswith("-"):
             raise InvalidRequest("not a usable word for apt", field=field, value=word, fix="use a name that apt knows")
+    name = name or debian_name(suite)
     if os.geteuid() != 0:
         raise Unsupported("a Debian base can be made by root only", reason="not root", fix="run as root")
     sources = aptsources.for_suite(await tools.in_thread(aptsources.of_machine), suite)

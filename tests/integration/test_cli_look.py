@@ -20,7 +20,8 @@ def test_what_runs_and_what_it_wrote(dsec: Cli, environ: dict[str, str]) -> None
     assert json.loads(dsec("logs", name, op, "--json").stdout.splitlines()[0])["offset"] == 0
     assert "exit 0" in dsec("ops", name).stdout.decode()
     assert dsec("logs", name, "0" * 32).returncode == 3
-    assert name.encode() in dsec("top", "--once").stdout
+    for once in ((), ("--once",)):  # what is no terminal gets one table
+        assert name.encode() in dsec("top", *once).stdout
     assert dsec("label", name, "job=b", "old=x").stdout == b"job=b,old=x\n"
     assert dsec("label", name, "old-").stdout == b"job=b\n"
     assert dsec("wait", "--timeout", "0.1", name).returncode == 4
@@ -28,6 +29,12 @@ def test_what_runs_and_what_it_wrote(dsec: Cli, environ: dict[str, str]) -> None
     command = [sys.executable, "-c", "import sys; sys.argv[0] = 'dsec'; from dsec.cli import dsec; dsec(prog_name='dsec')"]
     done = subprocess.run(command, env=environ | words, capture_output=True, timeout=30, check=False)
     assert done.stdout.decode().split() == [f"plain,{name}"]
+    watching = [sys.executable, "-m", "dsec.cli", "top", "--watch", "-n", "0.1"]
+    with subprocess.Popen(watching, env=environ, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
+        assert process.stdout is not None
+        tables = [process.stdout.readline() for _ in range(4)]  # a head and a line of each
+        process.terminate()
+    assert [line.startswith(b"ID") for line in tables] == [True, False, True, False]
     dsec("stop", name)
     assert dsec("wait", name).stdout.decode() == f"{name} requested\n"
     assert "requested" in dsec("info", name).stdout.decode()

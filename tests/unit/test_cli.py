@@ -15,6 +15,7 @@ import pytest
 from dsec import cli
 from dsec.commands import common, files, layer, outcome, run
 from dsec.errors import Busy, InvalidRequest, NotFound, SandboxGone, Unavailable
+from dsec.layers import bootstrap
 from dsec.model import Captured
 from libdsec import ExecResult, Output
 
@@ -34,6 +35,17 @@ def test_every_command_has_help() -> None:
         assert command.name == name
         assert line.endswith(".")
         assert name == "completion" or command.help
+
+
+def test_bases_are_called_by_what_they_are(tmp_path: Path) -> None:
+    """busybox makes busybox, a Debian is named after its release, and what is Debian's is refused for the other."""
+    assert [bootstrap.debian_name(suite) for suite in ("bookworm", "trixie", "sid")] == ["debian-12", "debian-13", "debian-sid"]
+    done = dsec("layer", "bootstrap", "ubuntu", "--store", str(tmp_path))
+    assert done.returncode == 2
+    assert b"'debian', 'busybox'" in done.stderr
+    done = dsec("layer", "bootstrap", "busybox", "--suite", "trixie", "--store", str(tmp_path))
+    assert (done.returncode, list(tmp_path.iterdir())) == (2, [])
+    assert b"Debian's" in done.stderr
 
 
 def test_help_is_quick_and_light() -> None:
