@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from argparse import Namespace
+from typing import Literal
 
 import libdsec
 from benchmarks import harness
@@ -11,6 +12,7 @@ from benchmarks import harness
 ABOUT = "create, write and stop of a sandbox by what its writable layer lives on, in turns"
 KEYS = ("rows",)
 DEFAULTS = {"n": 30, "write_mib": 96}
+KINDS: tuple[Literal["tmpfs", "btrfs", "quota", "loop"], ...] = ("tmpfs", "btrfs", "quota", "loop")
 STORE = 4 << 30
 
 
@@ -19,12 +21,12 @@ async def run(options: Namespace) -> dict[str, object]:
     the sandbox is charged for after ``write_mib`` were written, under a limit of 64 MiB beside its disk."""
     async with harness.session(options, rooms={"container": {"disk_store_bytes": STORE}}) as session:
         limits: libdsec.Options = {"memory": "64MiB", "disk": "128MiB", "cpus": 1, "pids": 64}
-        kinds = [kind for kind in ("tmpfs", "btrfs", "quota", "loop") if await _there(session, kind, limits)]
+        kinds = [kind for kind in KINDS if await _there(session, {**limits, "disk_mode": kind})]
         times: dict[str, dict[str, list[float]]] = {kind: {"create": [], "stop": []} for kind in kinds}
         for number in range(-2, options.n):
             for kind in kinds:
                 begun = time.perf_counter()
-                sandbox = await session.client.create(session.image, disk_mode=kind, **limits)  # type: ignore[arg-type]
+                sandbox = await session.client.create(session.image, **{**limits, "disk_mode": kind})
                 await harness.answered(sandbox)
                 made = time.perf_counter()
                 await sandbox.stop()
@@ -33,7 +35,7 @@ async def run(options: Namespace) -> dict[str, object]:
                     times[kind]["stop"].append((time.perf_counter() - made) * 1e3)
         rows = []
         for kind in kinds:
-            async with session.client.sandbox(session.image, disk_mode=kind, **limits) as sandbox:  # type: ignore[arg-type]
+            async with session.client.sandbox(session.image, **{**limits, "disk_mode": kind}) as sandbox:
                 begun = time.perf_counter()
                 done = await sandbox.exec(f"dd if=/dev/zero of=/root/x bs=65536 count={options.write_mib * 16}", check=True)
                 took = time.perf_counter() - begun
@@ -50,11 +52,11 @@ async def run(options: Namespace) -> dict[str, object]:
         return {"rows": rows, "n": options.n, "features": {"store": "btrfs in a sparse file"}, "driver": session.driver}
 
 
-async def _there(session: harness.Session, kind: str, limits: libdsec.Options) -> bool:
+async def _there(session: harness.Session, asked: libdsec.Options) -> bool:
     try:
-        async with session.client.sandbox(session.image, disk_mode=kind, **limits) as sandbox:  # type: ignore[arg-type]
+        async with session.client.sandbox(session.image, **asked) as sandbox:
             await harness.answered(sandbox)
             return True
     except libdsec.Unsupported as error:
-        harness.say(f"{kind}: {error}")
+        harness.say(f"{asked['disk_mode']}: {error}")
         return False

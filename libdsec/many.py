@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypedDict, TypeVar, Unpack
 
 import msgspec
 
@@ -22,6 +22,16 @@ Progress = Callable[[int, int], object]  # how many are done, of how many
 Outcomes = list[ItemOutcome]  # a method is called `list` below
 Ids = list[str]
 MANY_TIMEOUT = 30.0  # seconds for a request to every Edge
+
+
+class EachOf(TypedDict, total=False):
+    """The keywords of `Client.pause` and `Client.resume`."""
+
+    ids: Iterable[str]  # beside, or instead of, labels
+    everything: bool  # of the project, where neither is given
+    below: bool  # also in the projects below
+    progress: Progress | None  # called with (done, all) as they come
+    parallel: int  # asked at one time, 64
 
 
 class Many:
@@ -70,36 +80,18 @@ class Many:
         """End all that carry these labels (or have these ids, or all of the project); what became of each. ``below`` as for `list`."""
         return await self._many("stop", labels, ids, everything, below)
 
-    async def pause(
-        self,
-        labels: Mapping[str, str] | None = None,
-        *,
-        ids: Iterable[str] = (),
-        everything: bool = False,
-        below: bool = False,
-        progress: Progress | None = None,
-        parallel: int = 64,
-    ) -> Outcomes:
+    async def pause(self, labels: Mapping[str, str] | None = None, **how: Unpack[EachOf]) -> Outcomes:
         """Freeze a job and give its memory back: what became of each sandbox, and what its pause gave (`ItemOutcome.paused`).
 
         Commands that run stand still, and their time-outs with them; who waits for one goes on waiting. Any other request resumes its
-        sandbox. ``parallel`` are asked at one time; ``progress(done, all)`` is called as they come. One that fails runs on.
+        sandbox. One that fails runs on.
         """
-        return await self._one_by_one("pause", labels, ids, everything, below, progress, parallel)
+        return await self._one_by_one("pause", labels, **how)
 
-    async def resume(
-        self,
-        labels: Mapping[str, str] | None = None,
-        *,
-        ids: Iterable[str] = (),
-        everything: bool = False,
-        below: bool = False,
-        progress: Progress | None = None,
-        parallel: int = 64,
-    ) -> Outcomes:
+    async def resume(self, labels: Mapping[str, str] | None = None, **how: Unpack[EachOf]) -> Outcomes:
         """Thaw a job; what became of each sandbox. On a full node they come before anybody's creates, and `Busy` is the outcome of those
         for which there was no room in time."""
-        return await self._one_by_one("resume", labels, ids, everything, below, progress, parallel)
+        return await self._one_by_one("resume", labels, **how)
 
     async def prune(self, labels: Mapping[str, str] | None = None, *, ids: Iterable[str] = (), below: bool = False) -> Outcomes:
         """Forget sandboxes that have ended; those that it named. How they ended is then no longer known. ``below`` as for `list`."""
@@ -147,11 +139,12 @@ class Many:
         self,
         verb: Literal["pause", "resume"],
         labels: Mapping[str, str] | None,
-        ids: Iterable[str],
-        everything: bool,
-        below: bool,
-        progress: Progress | None,
-        parallel: int,
+        *,
+        ids: Iterable[str] = (),
+        everything: bool = False,
+        below: bool = False,
+        progress: Progress | None = None,
+        parallel: int = 64,
     ) -> Outcomes:
         """A request for each, which is repeated while its node is away: an Edge that restarts in between is asked again."""
         chosen = _selector(labels, ids, ())
