@@ -1,8 +1,8 @@
 # A DSec node or any of its actors: `docker build -t dsec .`, then docker-compose.yml. The client alone needs no image: `pip install .`
-FROM debian:12-slim
+FROM debian:13-slim
 
 RUN apt-get update \
-    && apt-get install -y --no-install-recommends python3 python3-venv crun erofs-utils mmdebstrap iproute2 nftables ca-certificates xz-utils zstd git gpgv btrfs-progs \
+    && apt-get install -y --no-install-recommends python3 python3-venv crun erofs-utils mmdebstrap iproute2 nftables ca-certificates xz-utils zstd git gpgv btrfs-progs e2fsprogs \
     && rm -rf /var/lib/apt/lists/*
 
 WORKDIR /opt/dsec

@@ -293,7 +293,8 @@ def _disk_mode(spec: SandboxSpec, node: Node, degraded: list[str]) -> str:
         degraded.append("disk: a plain directory has no limit")
     if asked == "tmpfs":  # the kernel has one limit for a group's anonymous memory and its tmpfs: a large disk is more memory
         other = next((mode for mode in node.disk_modes if mode in ("quota", "btrfs", "loop")), "")
-        apart = f'; disk_mode="{other}" keeps them apart' if other else ""
+        asks = f'disk_mode="{other}" of the sandbox or ' if other else ""
+        apart = f"; {asks}container.disk_store_bytes of the node keeps them apart"
         degraded.append(f"memory: the writable layer is in memory, so that one limit, memory and disk together, holds for both{apart}")
     if asked == "btrfs":
         degraded.append("inodes: btrfs counts the bytes that a file and its name take, and not the number of files")

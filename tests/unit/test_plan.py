@@ -35,6 +35,14 @@ def test_every_name_derives_from_the_id() -> None:
     assert [text.split(":")[0] for text in made.degraded] == ["memory"]
 
 
+def test_what_keeps_memory_and_disk_apart_is_named() -> None:
+    """What the sandbox may ask for, where this node has it, and what the node may be given."""
+    (text,) = plan().degraded
+    assert text.endswith("; container.disk_store_bytes of the node keeps them apart")
+    (text,) = plan(msgspec.structs.replace(NODE, disk_modes=("tmpfs", "loop", "dir"))).degraded
+    assert text.endswith('; disk_mode="loop" of the sandbox or container.disk_store_bytes of the node keeps them apart')
+
+
 def test_same_input_same_plan() -> None:
     """Planning is pure, and a plan survives its encoding."""
     assert plan() == plan()

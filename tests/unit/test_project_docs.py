@@ -11,6 +11,8 @@ import pytest
 import yaml
 
 import libdsec
+from dsec import config
+from dsec.layers import bootstrap, dockerfile
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = [ROOT / "README.md", ROOT / "SPECIFICATION.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -103,6 +105,11 @@ def test_compose_starts_every_actor() -> None:
         assert services[name]["command"] == ["serve", name]
         assert services[name]["environment"]["DSEC_BUS__URL"].startswith("nats://nats:")
         assert "nats" in services[name]["depends_on"]
+        config.parse({}, services[name]["environment"])  # an unknown key is an error
+    assert services["nats"]["command"] == ["-c", "/opt/dsec/config/nats.conf"]
+    kept = {volume.split(":")[1] for volume in services["edge"]["volumes"]}
+    assert config.Config().edge.state_dir in kept
+    assert services["nats"]["volumes"][0].split(":")[1] in (ROOT / "config/nats.conf").read_text()
 
 
 def test_dockerfile_copies_what_is_there() -> None:
@@ -112,6 +119,17 @@ def test_dockerfile_copies_what_is_there() -> None:
         for source in line.split()[:-1]:
             assert (ROOT / source).exists(), source
     assert "--require-hashes" in text
+    assert [step.kind for step in dockerfile.parse(text).steps] == ["run", "workdir", *["copy", "run"], *["copy"] * 4, "run"]
+
+
+def test_the_image_has_the_mkfs_that_setup_makes() -> None:
+    """Both have mkfs.erofs 1.8, so that layers made in one and in the other are the same: the image's release is the one that set-up
+    takes the source from, and its package is that version."""
+    base = dockerfile.parse((ROOT / "Dockerfile").read_text()).base
+    steps = "".join(path.read_text() for path in (ROOT / ".ci").iterdir() if path.is_file())
+    suite = re.search(r'^SUITE = "(\w+)"', steps, re.MULTILINE)
+    assert suite is not None
+    assert base == f"{bootstrap.debian_name(suite[1]).replace('-', ':')}-slim"
 
 
 def test_setup_and_image_install_the_same_packages() -> None:
