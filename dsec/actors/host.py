@@ -53,6 +53,12 @@ class Planner(Protocol):
         """As it is now: a node whose addresses were taken chooses others."""
         ...
 
+    def hold(self, refs: tuple[LayerRef, ...]) -> None:
+        """Keep a sandbox's layers, which are held or mounted, from being removed until `let_go`."""
+        ...
+
+    def let_go(self, refs: tuple[LayerRef, ...]) -> None: ...
+
     @property
     def disk_place(self) -> tuple[str, int]:
         """What sandboxes write to that is not memory: a name, the same for those that share it, and its bytes (0: none, or not known)."""
@@ -62,12 +68,6 @@ class Planner(Protocol):
         """The layers, held: the caller lets go of them. Raises `NotFound` for a layer that this node does not have, `InvalidRequest` for
         what cannot be a layer."""
         ...
-
-    def hold(self, refs: tuple[LayerRef, ...]) -> None:
-        """Keep a sandbox's layers, which are held or mounted, from being removed until `let_go`."""
-        ...
-
-    def let_go(self, refs: tuple[LayerRef, ...]) -> None: ...
 
     async def stand(self, spec: SandboxSpec, refs: tuple[LayerRef, ...]) -> Resolved:
         """As `resolve`, on these layers whatever the spec's names mean now."""
@@ -91,6 +91,12 @@ class FakePlanner:
         self.node = node
         self.disk_place = ("", 0)
 
+    def hold(self, refs: tuple[LayerRef, ...]) -> None:
+        pass
+
+    def let_go(self, refs: tuple[LayerRef, ...]) -> None:
+        pass
+
     async def resolve(self, spec: SandboxSpec) -> Resolved:
         refs = []
         for _, field, name in stack.names(spec):
@@ -101,12 +107,6 @@ class FakePlanner:
 
     async def stand(self, spec: SandboxSpec, refs: tuple[LayerRef, ...]) -> Resolved:  # noqa: ARG002
         return Resolved(refs)
-
-    def hold(self, refs: tuple[LayerRef, ...]) -> None:
-        pass
-
-    def let_go(self, refs: tuple[LayerRef, ...]) -> None:
-        pass
 
     async def named(self, prefix: str) -> tuple[str, ...]:
         return tuple(name for name in self.backend.world.names if name.startswith(prefix))
@@ -137,6 +137,12 @@ class LayerPlanner:
     def disk_place(self) -> tuple[str, int]:
         return self._container.disk_place
 
+    def hold(self, refs: tuple[LayerRef, ...]) -> None:
+        self._pins.take((ref.digest for ref in refs), mounted=True)
+
+    def let_go(self, refs: tuple[LayerRef, ...]) -> None:
+        self._pins.give_back(ref.digest for ref in refs)
+
     async def resolve(self, spec: SandboxSpec) -> Resolved:
         if spec.network.mode == "open":
             await self._container.settle_network()
@@ -160,27 +166,6 @@ class LayerPlanner:
             return refs
 
         return await self._held(find)
-
-    def hold(self, refs: tuple[LayerRef, ...]) -> None:
-        self._pins.take((ref.digest for ref in refs), mounted=True)
-
-    def let_go(self, refs: tuple[LayerRef, ...]) -> None:
-        self._pins.give_back(ref.digest for ref in refs)
-
-    async def _held(self, find: Callable[[], Awaitable[tuple[LayerRef, ...]]]) -> Resolved:
-        """What ``find`` brings, held. Somebody may remove a layer in between, once."""
-        refs = await find()
-        try:
-            self._pins.take(ref.digest for ref in refs)
-        except NotFound:
-            self.layers.ask_again()
-            refs = await find()
-            self._pins.take(ref.digest for ref in refs)
-        try:
-            return await self._known(refs)
-        except BaseException:
-            self.let_go(refs)
-            raise
 
     async def named(self, prefix: str) -> tuple[str, ...]:
         return tuple(name for info in await self.layers.store.list() for name in info.names if name.startswith(prefix))
@@ -220,6 +205,21 @@ class LayerPlanner:
             for number, digest in enumerate(self._stacks[ref.digest]):
                 found.setdefault(digest, LayerRef(name=f"{ref.name}#{len(self._stacks[ref.digest]) - number}", digest=digest))
         return tuple(found.values())
+
+    async def _held(self, find: Callable[[], Awaitable[tuple[LayerRef, ...]]]) -> Resolved:
+        """What ``find`` brings, held. Somebody may remove a layer in between, once."""
+        refs = await find()
+        try:
+            self._pins.take(ref.digest for ref in refs)
+        except NotFound:
+            self.layers.ask_again()
+            refs = await find()
+            self._pins.take(ref.digest for ref in refs)
+        try:
+            return await self._known(refs)
+        except BaseException:
+            self.let_go(refs)
+            raise
 
 
 def _pause(config: Config, backend: str) -> PauseConfig:
