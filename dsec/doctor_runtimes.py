@@ -86,7 +86,11 @@ def _docker() -> Answer:
     return "ok", f"Engine {version}, runtime {runtimes['dsec']}"
 
 
-@rules.check("criu", 'checkpoints and forks keep files, not processes: kind="memory" is refused')
+@rules.check(
+    "criu",
+    'checkpoints and forks keep files, not processes: kind="memory" is refused',
+    "make setup, or apt-get install criu (4.0 or newer)",
+)
 def _criu() -> Answer:
     return criu.look()
 
