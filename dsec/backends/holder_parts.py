@@ -6,7 +6,6 @@ import select
 import socket
 from typing import Any, Protocol
 
-
 PROTO, PROTO_MIN = 2, 1  # what Edge and holder say to each other; an Edge speaks N and N-1, for a holder lives as long as its sandboxes
 
 
