@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from libdsec.sandbox import Sandbox
 
 ASK = 10.0  # seconds for a question to every Edge
+AWAY = 30.0  # seconds for which the node that keeps a checkpoint may be away
 MOST = 10_000  # sandboxes of one restore
 SPARE = 60.0  # seconds beyond its time-out that a fork's capture is kept for those that still begin
 
@@ -91,6 +92,22 @@ async def find(client: Client, ids: Iterable[str] = ()) -> list[Checkpoint]:
     return sorted(found, key=lambda row: (row.created_ts, row.id))
 
 
+async def _known(client: Client, checkpoint: str) -> Checkpoint:
+    """One checkpoint. A node that does not answer is asked again for a while: it may be restarting."""
+    loop = asyncio.get_running_loop()
+    end = loop.time() + AWAY
+    request = CheckpointSelector(ids=(checked(checkpoint),))
+    while True:
+        replies, silent = await client._wire.everyone("checkpoints", request, CheckpointsReply, timeout=ASK)
+        for row in (row for reply in replies for row in reply.checkpoints):
+            return row
+        if SandboxId.parse(checkpoint).edge not in silent:
+            raise NotFound("no such checkpoint, or its node is away", field="checkpoint", value=checkpoint, fix="see `dsec tree`")
+        if loop.time() > end:
+            raise Unavailable("the node that keeps it does not answer", field="checkpoint", value=checkpoint, reason="silent")
+        await asyncio.sleep(0.2)
+
+
 async def drop(client: Client, ids: Iterable[str]) -> list[ItemOutcome]:
     """See `Client.drop_checkpoints`."""
     chosen = tuple(checked(each) for each in ids)
@@ -121,16 +138,11 @@ async def restore(
     more = labels_map(labels)
     _check_loss(loss)
     if isinstance(checkpoint, str):
-        found = await find(client, [checkpoint])
-        if not found:
-            raise NotFound("no such checkpoint, or its node is away", field="checkpoint", value=checkpoint, fix="see `dsec tree`")
-        checkpoint = found[0]
+        checkpoint = await _known(client, checkpoint)
     loss = loss or checkpoint.spec.on_client_loss
     # A host name that was asked for is one sandbox's: each of these gets its own. So is the worker that it ended with.
     labels = {name: value for name, value in checkpoint.spec.labels.items() if name != LABEL} | more
-    spec = msgspec.structs.replace(
-        checkpoint.spec, checkpoint=checkpoint.id, hostname="", on_client_loss=loss, labels=labels, ends_with=""
-    )
+    spec = msgspec.structs.replace(checkpoint.spec, checkpoint=checkpoint.id, hostname="", on_client_loss=loss, labels=labels, ends_with="")
     burst = client.burst(spec, count, 0, timeout)
     await burst.__aenter__()
     whole_ = False

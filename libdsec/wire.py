@@ -12,6 +12,7 @@ import structlog
 
 from dsec.bus import call, codec, subjects
 from dsec.bus.bus import Bus
+from dsec.bus.incarnations import Incarnations
 from dsec.bus.messages import ClusterView
 from dsec.bus.subjects import Caller
 from dsec.bus.transport import Msg, Subscription, Transport
@@ -41,12 +42,12 @@ class Views:
 
     STALE = 3.0  # seconds after which a view is no news any more
 
-    def __init__(self) -> None:
+    def __init__(self, incarnations: Incarnations) -> None:
+        self._incarnations = incarnations
         self._newest: ClusterView | None = None
         self._came = float("-inf")
         self._complained = float("-inf")
         self._news = asyncio.Event()
-        self.bells: dict[asyncio.Timeout, tuple[str, str]] = {}  # of requests under way: their Edge, and its incarnation when known
 
     def take(self, msg: Msg) -> None:
         try:
@@ -59,20 +60,8 @@ class Views:
             return
         self._came = asyncio.get_running_loop().time()
         self._news.set()
-        if self.bells:
-            self._ring({node.edge: node.incarnation for node in self._newest.nodes})
-
-    def incarnation(self, edge: str) -> str:
-        """Of the Edge as last heard of; "" when it was not."""
-        nodes = self._newest.nodes if self._newest is not None else ()
-        return next((node.incarnation for node in nodes if node.edge == edge), "")
-
-    def _ring(self, now: Mapping[str, str]) -> None:
-        for bell, (edge, before) in self.bells.items():
-            if not before:
-                self.bells[bell] = (edge, now.get(edge, ""))
-            elif now.get(edge, before) != before and not bell.expired():
-                bell.reschedule(self._came)
+        for node in self._newest.nodes:
+            self._incarnations.hear(node.edge, node.incarnation)
 
     async def latest(self, timeout: float) -> ClusterView | None:
         if asyncio.get_running_loop().time() - self._came > self.STALE:
@@ -101,6 +90,7 @@ class Wire:
         self._bus: Bus | None = None
         self._views: Views | None = None
         self._following: asyncio.Future[Subscription] | None = None
+        self._incarnations = Incarnations()
         self._bulk: Transport | None = None
         self._opening: asyncio.Lock | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -180,30 +170,17 @@ class Wire:
     ) -> T:
         """`ask` of that Edge. When it dies and is started again meanwhile its answer never comes: then the request ends as soon as the
         Watcher has seen the new one, with `Unavailable` (reason ``restarted``), and may be repeated if it may be repeated at all."""
-        loop = asyncio.get_running_loop()
-        views = self._views
-        bell = asyncio.timeout(None)
-        timer = loop.call_later(SOON, self._watch_nodes, bell, edge) if views is None else None
+        timer = asyncio.get_running_loop().call_later(SOON, self._watch_nodes) if self._views is None else None
         try:
-            async with bell:
-                if views is not None:
-                    views.bells[bell] = (edge, views.incarnation(edge))
-                return await self.ask(subject, message, type_, timeout=timeout, transport=transport)
-        except TimeoutError:
-            if not bell.expired():
-                raise
-            raise Unavailable(f"{edge} was started anew: what the one before it was asked is lost", reason="restarted") from None
+            return await self._incarnations.ask(edge, self.ask(subject, message, type_, timeout=timeout, transport=transport))
         finally:
             if timer is not None:
                 timer.cancel()
-            if self._views is not None:
-                self._views.bells.pop(bell, None)
 
-    def _watch_nodes(self, bell: asyncio.Timeout, edge: str) -> None:
+    def _watch_nodes(self) -> None:
         """A request takes longer: from now on the views are heard."""
         if not self.closed:
-            views = self._follow()
-            views.bells[bell] = (edge, views.incarnation(edge))
+            self._follow()
 
     async def ask_again(
         self,
@@ -260,7 +237,7 @@ class Wire:
     def _follow(self) -> Views:
         self.guard()
         if self._views is None:
-            self._views = Views()
+            self._views = Views(self._incarnations)
             self._following = asyncio.ensure_future(self.listen(subjects.view(self.unit), self._views.take))
         return self._views
 

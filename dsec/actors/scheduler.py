@@ -20,6 +20,7 @@ from dsec.actors.placement import CAPACITY, Picture, Requirement, requirement
 from dsec.bus import codec, subjects
 from dsec.bus.actor import Context, Route, Verb
 from dsec.bus.bus import Bus
+from dsec.bus.incarnations import Incarnations
 from dsec.bus.messages import (
     BurstNews,
     ClusterView,
@@ -60,6 +61,7 @@ class Scheduler:
         self._wakes: dict[Slice, asyncio.Event] = {}
         self._heard: dict[str, float] = {}
         self._lost: frozenset[str] = frozenset()
+        self._incarnations = Incarnations()
         self._sweeper: asyncio.Task[None] | None = None
         self._pending = 0  # bytes of slices that are not settled, about
 
@@ -100,12 +102,14 @@ class Scheduler:
             self._drop_silent()
             return
         self._heard[beat.edge] = asyncio.get_running_loop().time()
+        self._incarnations.hear(beat.edge, beat.incarnation)
         self.picture.see((beat,), only=False)
 
     def _on_view(self, view: ClusterView, _msg: Msg | None) -> None:
         now = asyncio.get_running_loop().time()
         lost = frozenset(view.lost)
         for beat in view.nodes:
+            self._incarnations.hear(beat.edge, beat.incarnation)
             heard = now - view.ages_ms.get(beat.edge, 0) / 1000
             self._heard[beat.edge] = max(heard, self._heard.get(beat.edge, 0.0))
         for edge in lost - self._lost:
@@ -250,7 +254,8 @@ class Scheduler:
                 try:
                     timeout = min(left, self.config.launch_timeout_ms / 1000)
                     faults.reached("create.sent")
-                    reply = await self.bus.call(subject, _launch_request(s, batch, left), LaunchReply, timeout=timeout)
+                    request = _launch_request(s, batch, left)
+                    reply = await self._incarnations.ask(batch.edge, self.bus.call(subject, request, LaunchReply, timeout=timeout))
                 except Unavailable as error:
                     if error.reason == "no_responders":
                         self.picture.forget(batch.edge)
