@@ -142,11 +142,6 @@ class ContainerBackend:
     def _heir(self) -> list[str]:
         return orphans.command(self.kind, self.options)
 
-    @property
-    def disk_place(self) -> tuple[str, int]:
-        """What the writable layers share that are not memory: which it is, and its bytes."""
-        return self._disks.measured
-
     async def alone(self) -> bool:
         """Whether no other Edge is connected to the holder."""
         return int((await self._holder.request("edges"))["count"]) == 1
@@ -158,6 +153,7 @@ class ContainerBackend:
         """Programs, holder, and what this node can do."""
         self._launcher, self._guest = await asyncio.to_thread(runtime.programs, opts.launcher, opts.guest)
         await asyncio.to_thread(self._disks.look, userns)
+        self.disk_place = self._disks.measured
         self.site.cgroup_v2 = self._cgroups.version == 2
         await self._ensure_holder()
         self.driver, no_native = settle(self.driver, self.site, opts.runtime)
