@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import libdsec
 from dsec import syscalls, trees
 from dsec.actors.up import Cluster
+from dsec.backends.guest.build import compile_files, native_arch
 from dsec.bus import subjects
 from dsec.bus.bus import Bus
 from dsec.bus.messages import Heartbeat
@@ -146,7 +147,10 @@ async def session(
     store = LayerStore(Path(options.cache) / "layers")
     image = await make_base(store, options.base)
     state = Path(tempfile.mkdtemp(prefix=f"dsec-{mark}-"))
-    overrides: dict[str, dict[str, object]] = {"layers": {"store_dir": str(store.root)}, "edge": {"orphan_grace_ms": 60_000} | dict(edge or {})}
+    overrides: dict[str, dict[str, object]] = {
+        "layers": {"store_dir": str(store.root)},
+        "edge": {"orphan_grace_ms": 60_000} | dict(edge or {}),
+    }
     overrides |= {room: dict(table) for room, table in (rooms or {}).items()}
     try:
         async with Cluster(state, edges=(mark,), overrides=overrides) as cluster, libdsec.connect(cluster.url) as client:
@@ -157,6 +161,15 @@ async def session(
             yield session
     finally:
         await asyncio.to_thread(trees.clear, state)
+
+
+async def program(options: Namespace, name: str) -> bytes:
+    """A static program that a benchmark runs inside, compiled once from `<name>.c` here."""
+    out, source = Path(options.cache) / f"{name}-{native_arch()}", Path(__file__).with_name(f"{name}.c")
+    if not out.exists() or out.stat().st_mtime < source.stat().st_mtime:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        await asyncio.to_thread(compile_files, native_arch(), out, [source], ())
+    return await asyncio.to_thread(out.read_bytes)
 
 
 async def answered(sandbox: libdsec.Sandbox) -> float:

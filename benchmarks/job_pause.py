@@ -9,7 +9,7 @@ from argparse import Namespace
 import libdsec
 from benchmarks import harness
 from benchmarks.machine import available
-from benchmarks.pause import Holder, toucher
+from benchmarks.pause import Holder
 
 ABOUT = "a job of N sandboxes paused by its label, each with memory that it has touched"
 KEYS = ("n", "mib_each", "seconds", "released_mib")
@@ -20,7 +20,7 @@ STARTING = 16  # holders started at one time
 async def run(options: Namespace) -> dict[str, object]:
     room = options.mib_each * harness.MIB
     rooms = {"pause": {"swap": options.swap, "swap_bytes": 2 * options.n * room}}
-    program = await toucher(options)
+    program = await harness.program(options, "toucher")
     limits: libdsec.Options = {
         "memory": room + 24 * harness.MIB,
         "disk": 8 * harness.MIB,

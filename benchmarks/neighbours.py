@@ -7,11 +7,11 @@ from argparse import Namespace
 from contextlib import AsyncExitStack
 
 import libdsec
-from benchmarks import harness
+from benchmarks import density, harness
 
 ABOUT = "a small command in one sandbox, before and while others of its node are hostile"
 KEYS = ("before_p50_ms", "during_p50_ms", "before_p99_ms", "during_p99_ms", "factor")
-DEFAULTS = {"n": 400, "rounds": 10, "hostile": 1, "kind": "fork", "cpus": 1.0}
+DEFAULTS = {"n": 400, "rounds": 10, "hostile": 1, "kind": "fork", "cpus": 1.0, "live": 0}
 
 # What each kind of hostile sandbox runs, for ever. The process limit of the sandbox bounds the fork bomb.
 KINDS = {
@@ -20,8 +20,12 @@ KINDS = {
     "cpu": "for i in 1 2 3 4 5 6 7 8; do while :; do :; done & done; wait",
     "output": "yes",
     "disk": "while :; do dd if=/dev/zero of=/tmp/x bs=65536 count=400 2>/dev/null; rm /tmp/x; done",
+    "pty": "exec /tmp/hog pty",
+    "fd": "exec /tmp/hog fd",
+    "inotify": "exec /tmp/hog inotify",
     "quiet": "sleep 3600",
 }
+CROWD = ("fork", "pty", "fork", "fd", "fork", "inotify")  # --kind crowd: half fork bombs, half of the others
 LIMITS: libdsec.Options = {"memory": "96MiB", "disk": "64MiB", "pids": 64}
 
 
@@ -30,16 +34,20 @@ async def phase(sandbox: libdsec.Sandbox, count: int) -> list[float]:
 
 
 async def run(options: Namespace) -> dict[str, object]:
-    if options.kind not in KINDS:
-        raise SystemExit(f"--kind {options.kind}: one of {', '.join(KINDS)}")
-    async with harness.session(options) as session, AsyncExitStack() as stack:
-        sandbox = await stack.enter_async_context(session.client.sandbox(session.image, cpus=options.cpus, **LIMITS))
-        hostile = [
-            await stack.enter_async_context(session.client.sandbox(session.image, cpus=options.cpus, **LIMITS))
-            for _ in range(options.hostile)
-        ]
-        for box in hostile:
-            async with box.start(KINDS[options.kind], stdin=False) as process:
+    if options.kind not in (*KINDS, "crowd"):
+        raise SystemExit(f"--kind {options.kind}: one of {', '.join(KINDS)} or crowd")
+    kinds = [CROWD[at % len(CROWD)] if options.kind == "crowd" else options.kind for at in range(options.hostile)]
+    hog = await harness.program(options, "hog")
+    async with harness.session(options, density.roomy(options.live + options.hostile + 1)) as session, AsyncExitStack() as stack:
+        limits: libdsec.Options = {**LIMITS, "cpus": options.cpus}
+        spec = libdsec.spec(session.image, **limits)
+        live: list[libdsec.Sandbox] = []
+        await density.fill(session, libdsec.spec(session.image, **density.LIMITS), options.live, live, 500)
+        sandbox = await stack.enter_async_context(session.client.sandbox(spec))
+        hostile = [await stack.enter_async_context(session.client.sandbox(spec)) for _ in range(options.hostile)]
+        for box, kind in zip(hostile, kinds, strict=True):
+            await box.files.write("/tmp/hog", hog, mode=0o755)
+            async with box.start(KINDS[kind], stdin=False) as process:
                 process.detach()  # nobody reads its output: it is not held back
         await phase(sandbox, 20)
         before: list[float] = []
@@ -51,8 +59,9 @@ async def run(options: Namespace) -> dict[str, object]:
             await asyncio.sleep(0.2)
             during += await phase(sandbox, options.n // options.rounds)
         usage = [(await box.info()).usage for box in hostile]
-        for box in hostile:
-            await box.stop()
+        ids = [box.id for box in (*hostile, *live)]
+        for at in range(0, len(ids), 1000):
+            await session.client.stop(ids=ids[at : at + 1000])
         figures = {
             f"{name}_p{percent}_ms": harness.rounded(harness.percentile(times, percent), 3)
             for name, times in (("before", before), ("during", during))
@@ -64,6 +73,7 @@ async def run(options: Namespace) -> dict[str, object]:
             "n": len(before),
             "hostile": options.hostile,
             "kind": options.kind,
+            "live": len(live),
             "hostile_pids": [item.pids for item in usage if item],
             "hostile_cpu_ms": [item.cpu_ms for item in usage if item],
             "features": await harness.features(session, sandbox),

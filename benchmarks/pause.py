@@ -5,27 +5,15 @@ from __future__ import annotations
 import asyncio
 import time
 from argparse import Namespace
-from pathlib import Path
 
 import libdsec
 from benchmarks import harness
 from benchmarks.machine import available
-from dsec.backends.guest.build import compile_files, native_arch
 
 ABOUT = "a sandbox paused and resumed by its next command: what its memory gives back, and what that costs"
 KEYS = ("mb", "random_share", "swap", "pause_ms", "released_share", "resume_first_exec_ms", "touch_all_ms")
 DEFAULTS = {"mb": 200, "random_share": 0.5, "swap": "zram", "rounds": 5, "settle": 0.3}
 TOUCHER = "/tmp/toucher"
-
-
-async def toucher(options: Namespace) -> bytes:
-    """The program that holds memory, compiled once."""
-    out = Path(options.cache) / f"toucher-{native_arch()}"
-    source = Path(__file__).with_name("toucher.c")
-    if not out.exists() or out.stat().st_mtime < source.stat().st_mtime:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        await asyncio.to_thread(compile_files, native_arch(), out, [source], ())
-    return await asyncio.to_thread(out.read_bytes)
 
 
 class Holder:
@@ -57,7 +45,7 @@ class Holder:
 async def run(options: Namespace) -> dict[str, object]:
     room = options.mb * harness.MIB
     rooms = {"pause": {"swap": options.swap, "swap_bytes": 4 * room + 256 * harness.MIB}}
-    program = await toucher(options)
+    program = await harness.program(options, "toucher")
     times: dict[str, list[float]] = {"pause": [], "released": [], "told": [], "resume": [], "touch": [], "untouched": []}
     async with (
         harness.session(options, rooms=rooms) as session,
