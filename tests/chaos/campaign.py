@@ -20,7 +20,7 @@ from dsec.model import SandboxId, SandboxSpec
 from tests.chaos import kills
 from tests.chaos.cluster import Boxes
 from tests.chaos.load import BOUND, EFFECTS, Load, command
-from tests.chaos.model import Oracle
+from tests.chaos.model import Oracle, Wrong
 
 PATIENCE = 60.0  # seconds until what is not under way any more must be as it should
 REPLAYED = 4  # recorded results that are asked for again, of each sandbox and round
@@ -33,7 +33,7 @@ class Report(msgspec.Struct):
     seed: int
     rounds: int = 0
     deaths: int = 0
-    wrong: list[str] = []
+    wrong: list[Wrong] = []
     reached: dict[str, int] = {}
     missing: list[str] = []
     counts: dict[str, int] = {}
@@ -106,12 +106,22 @@ class Job:
 
 
 class Campaign:
-    """``first`` is the number of the first round; ``rounds`` bounds them, as ``seconds`` does (0 = no bound)."""
+    """``first`` is the number of the first round; ``rounds``, ``seconds`` and ``deaths`` of actors bound it (0 = no bound). It ends with
+    the first contradiction."""
 
     def __init__(
-        self, place: Path, seed: int, *, seconds: float, rounds: int = 0, first: int = 0, container: bool, quiet: bool = False
+        self,
+        place: Path,
+        seed: int,
+        *,
+        container: bool,
+        seconds: float = 0.0,
+        rounds: int = 0,
+        deaths: int = 0,
+        first: int = 0,
+        quiet: bool = False,
     ) -> None:
-        self.seed, self.seconds, self.most, self.number = seed, seconds, rounds, first
+        self.seed, self.seconds, self.rounds, self.deaths, self.number = seed, seconds, rounds, deaths, first
         self.container, self.quiet = container, quiet
         self.oracle = Oracle(fragile=not container)
         mark = secrets.token_hex(3)
@@ -137,7 +147,7 @@ class Campaign:
             report.steps = sum(len(steps.results) for steps in self.oracle.steps.values())
         left = await boxes.left(20.0)
         if left:
-            report.wrong.append(f"left behind: {left}")
+            report.wrong.append(Wrong("state", f"left behind: {left}"))
         return report
 
     async def _rounds(self, began: float) -> None:
@@ -152,7 +162,8 @@ class Campaign:
             try:
                 while not self.oracle.wrong:
                     over = self.seconds and time.monotonic() - began >= self.seconds
-                    if over or (self.most and self.report.rounds >= self.most):
+                    enough = self.deaths and self.boxes.deaths >= self.deaths
+                    if over or enough or (self.rounds and self.report.rounds >= self.rounds):
                         break
                     await self._round(load, job, client)
                     self.number += 1
@@ -202,7 +213,7 @@ class Campaign:
         ended = sorted(oracle.steps.keys() & oracle.ended.keys())
         for sandbox_id in self.dice.sample(ended, k=min(2, len(ended))):  # recorded results need no sandbox
             await self._replay(client, sandbox_id)
-        wrong: list[str] = []
+        wrong: list[Wrong] = []
         until = time.monotonic() + PATIENCE
         while time.monotonic() < until:
             wrong = await self._look(client)
@@ -227,7 +238,7 @@ class Campaign:
                 return None
             except DsecError as error:
                 if time.monotonic() > until:
-                    self.oracle.wrong.append(f"{sandbox.id}: {what}: {error}")
+                    self.oracle.say("answer", f"{sandbox.id}: {what}: {error}")
                     return None
             await asyncio.sleep(0.2)
 
@@ -248,17 +259,17 @@ class Campaign:
             if isinstance(result, libdsec.ExecResult):
                 self.oracle.answered(sandbox_id, key, result.stdout)
 
-    async def _look(self, client: libdsec.Client) -> list[str]:
+    async def _look(self, client: libdsec.Client) -> list[Wrong]:
         oracle = self.oracle
         try:
             listed = {info.id: info.state for info in await client.list()}
             events = [event async for event in client.events(since="all", follow=False)]
         except DsecError as error:
-            return [f"cannot be looked at: {error}"]
+            return [Wrong("answer", f"cannot be looked at: {error}")]
         wrong = oracle.listed(listed) + oracle.stream(events)
         known = {SandboxId.parse(sandbox_id).ulid for sandbox_id in listed}
         strays = await asyncio.to_thread(self.boxes.kernel) - known
-        wrong += [f"{ulid}: not listed, and the kernel has something of it" for ulid in sorted(strays)]
+        wrong += [Wrong("state", f"{ulid}: not listed, and the kernel has something of it") for ulid in sorted(strays)]
         return wrong
 
     async def _end(self, url: str, spec: SandboxSpec) -> None:
@@ -271,7 +282,7 @@ class Campaign:
                 self.oracle.stopping(sandbox.id)
             for outcome in await client.stop(everything=True):
                 if outcome.error is not None:
-                    self.oracle.wrong.append(f"{outcome.id}: cannot be stopped: {outcome.error}")
+                    self.oracle.say("answer", f"{outcome.id}: cannot be stopped: {outcome.error}")
             for sandbox_id in self.oracle.living:
                 self.oracle.stopped(sandbox_id, "stopped at the end")
             await self._check(client)

@@ -89,7 +89,7 @@ class Load:
                 result = await call
         except TimeoutError as error:
             if bound.expired():
-                self.oracle.wrong.append(f"{what}: no answer within {BOUND:g} s")
+                self.oracle.say("answer", f"{what}: no answer within {BOUND:g} s")
             elif not isinstance(error, DsecError):
                 raise
             self.oracle.counts[f"{what}: {type(error).__name__}"] += 1
@@ -97,7 +97,7 @@ class Load:
         except DsecError as error:
             self.oracle.counts[f"{what}: {type(error).__name__}"] += 1
             if isinstance(error, OUR_FAULT):
-                self.oracle.wrong.append(f"{what}: {type(error).__name__}: {error}")
+                self.oracle.say("answer", f"{what}: {type(error).__name__}: {error}")
             if isinstance(error, SandboxGone):
                 raise
             return None
@@ -192,7 +192,7 @@ class Load:
                 word = secrets.token_hex(4)
                 result = await self.use("exec", sandbox, sandbox.exec(f"echo {word}", timeout=30.0))
                 if result is not None and result.stdout != f"{word}\n".encode():
-                    self.oracle.wrong.append(f"{sandbox.id}: exec of echo {word} answered {result.stdout!r}")
+                    self.oracle.say("lost result", f"{sandbox.id}: exec of echo {word} answered {result.stdout!r}")
         finally:
             await self._stop(sandbox)
 
@@ -228,7 +228,7 @@ class Load:
             if paused is not None and dice.random() < 0.3:
                 info = await self.use("info", sandbox, sandbox.info())
                 if info is not None and info.state is not State.PAUSED:
-                    self.oracle.wrong.append(f"{sandbox.id}: paused, and nobody has used it since, and it is {info.state}")
+                    self.oracle.say("state", f"{sandbox.id}: paused, and nobody has used it since, and it is {info.state}")
             if dice.random() < 0.5:
                 await self.use("resume", sandbox, sandbox.resume())
             data = await self.use("read", sandbox, sandbox.files.read(EFFECTS))
@@ -259,6 +259,6 @@ class Load:
             try:
                 data = await self.use("read", child, child.files.read("/word"))
                 if data is not None and data.decode().strip() != word:
-                    self.oracle.wrong.append(f"{child.id}: restored with {data!r} in place of {word!r}")
+                    self.oracle.say("state", f"{child.id}: restored with {data!r} in place of {word!r}")
             finally:
                 await self._stop(child)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -32,6 +33,13 @@ FOUND = {
 }
 
 
+class Wrong(NamedTuple):
+    """One contradiction."""
+
+    kind: Literal["lost result", "doubled result", "lost event", "doubled event", "state", "answer"]
+    text: str
+
+
 class Steps(msgspec.Struct):
     """Of one sandbox: keys in the order in which they were first asked for, and the result of each that was answered."""
 
@@ -40,16 +48,19 @@ class Steps(msgspec.Struct):
 
 
 class Oracle:
-    """``wrong`` holds every contradiction so far, in words. ``fragile``: a sandbox may end with its Edge (the fake backend's do)."""
+    """``wrong`` holds every contradiction so far. ``fragile``: a sandbox may end with its Edge (the fake backend's do)."""
 
     def __init__(self, *, fragile: bool = False) -> None:
         self.fragile = fragile
-        self.wrong: list[str] = []
+        self.wrong: list[Wrong] = []
         self.steps: dict[str, Steps] = defaultdict(Steps)
         self.made: set[str] = set()  # ready, as somebody was told
         self.ended: dict[str, str] = {}  # told to have ended, and why
         self.doubtful: set[str] = set()  # asked to stop, without an answer; or what it lives by was killed
         self.counts: Counter[str] = Counter()  # of operations by their outcome
+
+    def say(self, kind: Literal["lost result", "doubled result", "state", "answer"], text: str) -> None:
+        self.wrong.append(Wrong(kind, text))
 
     # ------------------------------------------------------------------ what was said
     def asks(self, sandbox: str, key: str) -> None:
@@ -61,11 +72,11 @@ class Oracle:
         """A step's result reached somebody."""
         known = self.steps[sandbox].results.setdefault(key, result)
         if known != result:
-            self.wrong.append(f"{sandbox}: step {key} was answered with {known!r} and then with {result!r}")
+            self.say("lost result", f"{sandbox}: step {key} was answered with {known!r} and then with {result!r}")
 
     def ready(self, sandbox: str) -> None:
         if sandbox in self.made:
-            self.wrong.append(f"{sandbox}: made twice")
+            self.say("state", f"{sandbox}: made twice")
         self.made.add(sandbox)
 
     def stopping(self, sandbox: str) -> None:
@@ -78,7 +89,7 @@ class Oracle:
     def gone(self, sandbox: str, why: str) -> None:
         """A request found it ended, though nobody had asked for that."""
         if not self.fragile and sandbox not in self.ended and sandbox not in self.doubtful:
-            self.wrong.append(f"{sandbox}: ended by itself ({why})")
+            self.say("state", f"{sandbox}: ended by itself ({why})")
         self.ended.setdefault(sandbox, why)
 
     @property
@@ -93,22 +104,22 @@ class Oracle:
         steps = self.steps[sandbox]
         for key, times in counts.items():
             if key not in steps.asked:
-                self.wrong.append(f"{sandbox}: side effect {key!r} of nothing that was asked for")
+                self.say("state", f"{sandbox}: side effect {key!r} of nothing that was asked for")
             elif times > 1:
-                self.wrong.append(f"{sandbox}: step {key} was executed {times} times")
+                self.say("doubled result", f"{sandbox}: step {key} was executed {times} times")
         for key in steps.results:
             if not counts[key]:
-                self.wrong.append(f"{sandbox}: step {key} was answered and has left nothing")
+                self.say("lost result", f"{sandbox}: step {key} was answered and has left nothing")
 
-    def listed(self, found: Mapping[str, State]) -> list[str]:
+    def listed(self, found: Mapping[str, State]) -> list[Wrong]:
         """What is wrong with the live sandboxes of the project, when nothing is under way."""
         wrong = [f"{sandbox}: it should live and is not listed" for sandbox in sorted(self.living - found.keys())]
         wrong += [f"{sandbox}: nobody was told of it, and it lives ({found[sandbox]})" for sandbox in sorted(found.keys() - self.made)]
         for sandbox in sorted(found.keys() & self.ended.keys()):
             wrong.append(f"{sandbox}: told to have ended ({self.ended[sandbox]}), and it lives ({found[sandbox]})")
-        return wrong
+        return [Wrong("state", text) for text in wrong]
 
-    def stream(self, events: Iterable[Event]) -> list[str]:
+    def stream(self, events: Iterable[Event]) -> list[Wrong]:
         """What is wrong with the whole stream of events."""
         seen = list(events)
         wrong = numbers(seen)
@@ -117,18 +128,20 @@ class Oracle:
             if event.sb:
                 by_sandbox[event.sb].append(event)
         for sandbox, its in by_sandbox.items():
-            wrong += [f"{sandbox}: {text}" for text in life(its)]
+            wrong += [Wrong(each.kind, f"{sandbox}: {each.text}") for each in life(its)]
         for sandbox in sorted(self.made):
             kinds = {event.kind for event in by_sandbox[sandbox]}
             missing = ({"created", "running"} - kinds) | ({"stopped"} - kinds if sandbox in self.ended else set())
-            wrong += [f"{sandbox}: no event tells that it was {kind}" for kind in sorted(missing)]
+            wrong += [Wrong("lost event", f"{sandbox}: no event tells that it was {kind}") for kind in sorted(missing)]
         for sandbox, steps in self.steps.items():
             told = Counter(str(event.detail.get("step")) for event in by_sandbox[sandbox] if event.kind == "step")
-            wrong += [f"{sandbox}: {told[key]} events tell of step {key}" for key in steps.results if told[key] != 1]
+            for key in steps.results:
+                if told[key] != 1:
+                    wrong.append(Wrong("doubled event" if told[key] else "lost event", f"{sandbox}: {told[key]} events tell of step {key}"))
         return wrong
 
 
-def numbers(events: Iterable[Event]) -> list[str]:
+def numbers(events: Iterable[Event]) -> list[Wrong]:
     """Events of one incarnation count up without a gap, and no number is two events."""
     wrong = []
     by_source: dict[tuple[str, str], list[Event]] = defaultdict(list)
@@ -137,41 +150,40 @@ def numbers(events: Iterable[Event]) -> list[str]:
             by_source[event.edge, event.incarnation].append(event)
     for (edge, incarnation), its in by_source.items():
         counted = sorted(event.n for event in its)
-        missing = sorted(set(range(1, counted[-1] + 1)).difference(counted))
-        if missing:
-            wrong.append(f"events {_few(missing)} of {edge} ({incarnation}) are lost")
+        if missing := sorted(set(range(1, counted[-1] + 1)).difference(counted)):
+            wrong.append(Wrong("lost event", f"events {_few(missing)} of {edge} ({incarnation}) are lost"))
         if twice := [number for number, times in Counter(counted).items() if times > 1]:
-            wrong.append(f"events {_few(twice)} of {edge} ({incarnation}) came twice")
+            wrong.append(Wrong("doubled event", f"events {_few(twice)} of {edge} ({incarnation}) came twice"))
     return wrong
 
 
-def life(events: Iterable[Event]) -> list[str]:
+def life(events: Iterable[Event]) -> list[Wrong]:
     """What the table of the lifecycle forbids in one sandbox's events, in their order."""
     ordered = sorted(events, key=lambda event: (int(event.incarnation.rpartition(".")[2] or 0), event.n))
-    wrong = []
+    wrong: list[Wrong] = []
     now: Life | None = None
     incarnation = ""
     for event in ordered:
         if event.kind == "created":
             if now is not None:
-                wrong.append("created twice")
+                wrong.append(Wrong("doubled event", "created twice"))
             now = Life()
         elif now is None:
-            wrong.append(f"{event.kind} before it was created")
+            wrong.append(Wrong("lost event", f"{event.kind} before it was created"))
             now = Life(state=State.RUNNING)
-        elif event.kind == "stopped":
+        if event.kind == "stopped":
             if now.state is State.STOPPED:
-                wrong.append("stopped twice")
+                wrong.append(Wrong("doubled event", "stopped twice"))
             now = Life(state=State.STOPPED)
-        elif event.kind not in NEUTRAL:
+        elif event.kind != "created" and event.kind not in NEUTRAL:
             now = _follow(now, event, incarnation, wrong)
         incarnation = event.incarnation
     return wrong
 
 
-def _follow(now: Life, event: Event, before: str, wrong: list[str]) -> Life:
+def _follow(now: Life, event: Event, before: str, wrong: list[Wrong]) -> Life:
     if event.kind not in TOLD:
-        wrong.append(f"unknown event {event.kind}")
+        wrong.append(Wrong("state", f"unknown event {event.kind}"))
         return now
     # An Edge that died may have done more than it told: the next one says what it found.
     starts = FOUND.get(now.state, (now.state,)) if event.incarnation != before else (now.state,)
@@ -183,7 +195,7 @@ def _follow(now: Life, event: Event, before: str, wrong: list[str]) -> Life:
         except ImpossibleEvent:
             continue
         return Life(state=after.state)
-    wrong.append(f"{event.kind} while it was {now.state} ({event.incarnation}, {event.n})")
+    wrong.append(Wrong("state", f"{event.kind} while it was {now.state} ({event.incarnation}, {event.n})"))
     return now
 
 

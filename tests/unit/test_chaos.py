@@ -8,7 +8,7 @@ from dsec import faults
 from dsec.bus.messages import Event
 from dsec.model import State
 from tests.chaos import kills
-from tests.chaos.model import Oracle, life, numbers
+from tests.chaos.model import Oracle, Wrong, life, numbers
 
 SB = "n1-01ARZ3NDEKTSV4RRFFQ69G5FAV"
 
@@ -17,7 +17,7 @@ def events(*kinds: str, start: int = 1, incarnation: str = "u.1") -> list[Event]
     return [Event(kind=kind, sb=SB, edge="n1", incarnation=incarnation, n=number) for number, kind in enumerate(kinds, start)]
 
 
-def stepped(*lines: str) -> list[str]:
+def stepped(*lines: str) -> list[Wrong]:
     """What is wrong when these effects are found after two steps, of which the first was answered."""
     oracle = Oracle()
     oracle.asks(SB, "a")
@@ -31,9 +31,9 @@ def test_effects_of_steps() -> None:
     """Each once, an answered one at least, one without an answer perhaps; nothing else."""
     assert not stepped("a")
     assert not stepped("a", "b")
-    assert "executed 2 times" in stepped("a", "a")[0]
-    assert "has left nothing" in stepped("b")[0]
-    assert "nothing that was asked for" in stepped("a", "c")[0]
+    assert "executed 2 times" in stepped("a", "a")[0].text
+    assert "has left nothing" in stepped("b")[0].text
+    assert "nothing that was asked for" in stepped("a", "c")[0].text
 
 
 def test_a_step_has_one_result() -> None:
@@ -43,7 +43,7 @@ def test_a_step_has_one_result() -> None:
     oracle.answered(SB, "a", b"1")
     assert not oracle.wrong
     oracle.answered(SB, "a", b"2")
-    assert "b'1' and then with b'2'" in oracle.wrong[0]
+    assert "b'1' and then with b'2'" in oracle.wrong[0].text
 
 
 def test_what_lives_and_what_does_not() -> None:
@@ -51,15 +51,15 @@ def test_what_lives_and_what_does_not() -> None:
     oracle = Oracle()
     oracle.ready(SB)
     assert oracle.listed({SB: State.PAUSED}) == []
-    assert "should live" in oracle.listed({})[0]
-    assert "nobody was told of it" in oracle.listed({SB: State.RUNNING, "n1-x": State.RUNNING})[0]
+    assert "should live" in oracle.listed({})[0].text
+    assert "nobody was told of it" in oracle.listed({SB: State.RUNNING, "n1-x": State.RUNNING})[0].text
     oracle.stopping(SB)
     assert oracle.listed({}) == oracle.listed({SB: State.STOPPING}) == []
     oracle.stopped(SB, "stopped")
-    assert "told to have ended" in oracle.listed({SB: State.RUNNING})[0]
+    assert "told to have ended" in oracle.listed({SB: State.RUNNING})[0].text
     oracle.ready("n1-y")
     oracle.gone("n1-y", "broken")
-    assert "ended by itself (broken)" in oracle.wrong[0]
+    assert "ended by itself (broken)" in oracle.wrong[0].text
     with_its_edge = Oracle(fragile=True)
     with_its_edge.ready(SB)
     with_its_edge.gone(SB, "broken")
@@ -85,7 +85,7 @@ def test_what_lives_and_what_does_not() -> None:
 def test_what_the_table_forbids(kinds: tuple[str, ...], text: str) -> None:
     """A sandbox's events are those of a life that the lifecycle's table allows."""
     found = life(events(*kinds))
-    assert (text in found[0]) if text else not found
+    assert (text in found[0].text) if text else not found
 
 
 def test_a_restarted_edge_may_have_done_more_than_the_one_before_had_told() -> None:
@@ -99,8 +99,8 @@ def test_a_restarted_edge_may_have_done_more_than_the_one_before_had_told() -> N
 def test_a_number_that_is_missing_is_a_lost_event() -> None:
     """And one that is there twice is a doubled one; each incarnation counts for itself."""
     assert not numbers([*events("created", "running"), *events("stopped", incarnation="u.2")])
-    assert "events 1 of n1 (u.1) are lost" in numbers(events("created", start=2))[0]
-    assert "came twice" in numbers([*events("created"), *events("created")])[0]
+    assert "events 1 of n1 (u.1) are lost" in numbers(events("created", start=2))[0].text
+    assert "came twice" in numbers([*events("created"), *events("created")])[0].text
 
 
 def test_the_stream_tells_of_all_that_was_acknowledged() -> None:
@@ -110,9 +110,9 @@ def test_the_stream_tells_of_all_that_was_acknowledged() -> None:
     oracle.answered(SB, "a", b"")
     told = [*events("created", "running"), Event(kind="step", sb=SB, edge="n1", incarnation="u.1", n=3, detail={"step": "a"})]
     assert oracle.stream(told) == []
-    assert oracle.stream(told[:2]) == [f"{SB}: 0 events tell of step a"]
+    assert oracle.stream(told[:2]) == [Wrong("lost event", f"{SB}: 0 events tell of step a")]
     oracle.stopped(SB, "stopped")
-    assert oracle.stream(told) == [f"{SB}: no event tells that it was stopped"]
+    assert oracle.stream(told) == [Wrong("lost event", f"{SB}: no event tells that it was stopped")]
 
 
 def test_the_seed_decides() -> None:
