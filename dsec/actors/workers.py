@@ -42,7 +42,7 @@ PORT = 4222  # on the worker's loopback, where a client of NATS looks first
 RATE, BURST = 2_000.0, 8_000.0  # messages a second of one worker, or as many times 64 KiB
 SLICE = 8 << 10  # bytes of a stranger's that are looked at in one go: some milliseconds
 PIECE = 128 << 10  # bytes that the agent is given at once
-SILENT = 10.0  # seconds in which a connection has to say who it is
+SILENT = 5.0  # seconds in which a connection has to say who it is
 ASK = 5.0  # seconds between questions whether the workers of others live
 AGAIN = 0.2, 5.0  # seconds before a way that broke is opened again: first, longest
 

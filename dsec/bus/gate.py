@@ -193,7 +193,7 @@ class Gate:
             return
         self._left, self._pass = size + 2, False
         if reply and not within((f"{self.grant.inbox}>",), reply):
-            self._refuse(reply, "")
+            self._refuse(subject, "")
         elif not self._may_publish(subject):
             self._refuse(subject, reply)
         elif subject == self._create:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 import libdsec
 from dsec.actors.up import Cluster
 from libdsec import Client
-from tests.system.worker_box import CHILD, WORKER, client, cluster, driver, inside
+from tests.system.worker_box import CHILD, WORKER, client, cluster, driver, inside, raw, settled, until
 
 __all__ = ["client", "cluster", "driver"]
 
@@ -42,10 +43,229 @@ async with dsec.burst("small", 4, **CHILD) as burst:
         assert (await worker.info()).labels == {"dsec.job": worker.id}
 
 
-def test_options() -> None:
+async def test_a_hostile_worker_reaches_nobody_else(client: Client, cluster: Cluster) -> None:
+    """Root in one job's worker, with sockets of its own: another job's sandbox is not there for it, in its user's name it is denied, what
+    others say it does not hear, and no label or field that it writes makes its sandbox another's."""
+    async with (
+        client.sandbox("small", **CHILD) as users,
+        client.sandbox("small", **WORKER) as worker,
+        client.sandbox("small", **WORKER) as other,
+    ):
+        theirs = (await inside(other, 'print((await dsec.create("small", **CHILD)).id)')).strip()
+        refused = json.loads(
+            await inside(
+                worker,
+                f"""
+refused = {{}}
+async def attempt(name, doing):
+    try:
+        await doing
+        refused[name] = "done"
+    except libdsec.DsecError as error:
+        refused[name] = type(error).__name__
+for name, target in (("theirs", {theirs!r}), ("users", {users.id!r}), ("me", os.environ["DSEC_JOB"])):
+    await attempt(name, dsec.attach(target))
+    box = libdsec.Sandbox(dsec, dsec._wire.caller and libdsec.sandbox.SandboxId.parse(target))
+    await attempt(name + " exec", box.exec("id"))
+    await attempt(name + " stop", box._request("info", libdsec.sandbox.Empty(), libdsec.sandbox.InfoReply))
+refused["list"] = [info.id for info in await dsec.list(stopped=True)]
+refused["stop all"] = [outcome.id for outcome in await dsec.stop(everything=True)]
+await attempt("open", dsec.create("small", network="open", **CHILD))
+await attempt("nodes", dsec.nodes())
+made = await dsec.create("small", labels={{"dsec.job": "another"}}, ends_with={theirs!r}, **CHILD)
+info = await made.info()
+refused["marked"] = info.labels == {{"dsec.job": os.environ["DSEC_JOB"]}} and info.principal == os.environ["DSEC_PRINCIPAL"]
+await attempt("label", made.set_labels({{"dsec.job": "another"}}))
+await attempt("layer", made.pack_diff("small"))
+await made.stop()
+for principal in ("local", "local~" + {theirs!r}, os.environ["DSEC_PRINCIPAL"] + "~" + {theirs!r}):
+    try:
+        async with libdsec.connect(principal=principal, connect_timeout=2) as forged:
+            await attempt("forged " + principal[:6], forged.list())
+            await attempt("forged " + principal[:6], forged.create("small", timeout=3, **CHILD))
+    except libdsec.DsecError as error:
+        refused["forged " + principal[:6]] = type(error).__name__
+print(json.dumps(refused))
+""",
+            )
+        )
+        for name in ("theirs", "users", "me"):
+            assert refused[name] == "NotFound"
+            assert refused[f"{name} exec"] in ("NotFound", "SandboxGone")
+        assert (refused["list"], refused["stop all"], refused["marked"]) == ([], [], True)
+        assert {refused[name] for name in ("open", "layer", "forged local")} == {"Denied"}
+        assert (refused["label"], refused["nodes"]) == ("InvalidRequest", "done")
+        said = await raw(
+            worker,
+            r"""
+say(b"SUB > 1\r\nSUB dsec.> 2\r\nSUB _INBOX.> 3\r\nSUB $SYS.> 4\r\nSUB dsec.v1.main.out.> 5\r\nSUB dsec.v1.main.hb.* 6\r\n")
+say(b"PUB dsec.v1.main.all.stop.local.default 2\r\n{}\r\nPUB $JS.API.STREAM.DELETE.DSEC_EVENTS 0\r\n\r\n")
+say(b"PUB dsec.v1.main.all.list." + ME + b".default _INBOX.local.1 2\r\n{}\r\nPING\r\n")
+print(hear(b"PONG"))
+""",
+        )
+        assert said.count("Permissions Violation for Subscription") == 6
+        assert said.count("Permissions Violation for Publish") == 3
+        assert "MSG" not in said
+        assert (await users.exec("echo alive")).stdout == b"alive\n"
+        assert (await (await client.attach(theirs)).exec("echo alive")).stdout == b"alive\n"
+
+
+async def test_a_worker_that_floods_keeps_only_itself_busy(client: Client, cluster: Cluster) -> None:
+    """A hundred thousand messages, as fast as it can, on eight connections: others are served meanwhile, and it is afterwards."""
+    async with client.sandbox("small", **CHILD) as users, client.sandbox("small", **WORKER) as worker:
+        flood = r"""
+line = b"PUB dsec.v1.main.all.list." + ME + b".default 2\r\n{}\r\n"
+others = [connect() for _ in range(7)]
+for each in [sock, *others]:
+    each.settimeout(3)
+    try:
+        each.sendall(line * 12_500)
+    except TimeoutError:
+        pass
+print("flooded")
+"""
+        flooding = asyncio.create_task(raw(worker, flood))
+        served = 0
+        while not flooding.done():
+            assert (await users.exec("echo served")).stdout == b"served\n"
+            served += 1
+        assert "flooded" in await flooding
+        assert served >= 3
+        assert await inside(worker, "print(len(await dsec.list()))") == "0\n"
+
+
+async def test_connections_without_number_or_word_end(client: Client, cluster: Cluster) -> None:
+    """Two thousand connections of which none says a word: few are taken at one time, each is ended after a while; then the way is free."""
+    async with client.sandbox("small", **{**WORKER, "nofile": 4096}) as worker:
+        said = await raw(
+            worker,
+            r"""
+import selectors
+lot = []
+for _ in range(2000):
+    each = socket.socket()
+    each.setblocking(False)
+    each.connect_ex(("127.0.0.1", 4222))
+    lot.append(each)
+time.sleep(1)
+taken = 0
+for each in lot:
+    try:
+        taken += each.recv(5) == b"INFO "
+    except OSError:
+        pass
+print(len(lot), taken)
+ended, end = 0, time.monotonic() + 40
+first = [each for each in lot[:16]]
+while ended < 16 and time.monotonic() < end:
+    time.sleep(0.2)
+    for each in list(first):
+        try:
+            while data := each.recv(4096):
+                pass
+            first.remove(each); ended += 1
+        except BlockingIOError:
+            pass
+        except OSError:
+            first.remove(each); ended += 1
+print(ended)
+""",
+        )
+        lot, taken, ended = map(int, said.split())
+        assert (lot, ended) == (2000, 16)
+        assert 1 <= taken <= 32
+        assert await inside(worker, "print(len(await dsec.list()))") == "0\n"
+
+
+async def test_what_is_no_protocol_ends_a_connection(client: Client, cluster: Cluster) -> None:
+    """Lines and payloads beyond measure, broken numbers, a half of a message and silence: told, ended, and nothing else is disturbed."""
+    async with client.sandbox("small", **WORKER) as worker:
+        said = await raw(
+            worker,
+            r"""
+for bad in (b"A" * 9000, b"PUB a 99999999\r\n", b"PUB " + b"x" * 5000, b"PUB a -1\r\n", b"\x00\xff\r\n", b"SUB\r\n", b"HPUB a 9 3\r\n"):
+    each = connect()
+    each.sendall(bad)
+    print(everything(each).count(b"-ERR"))
+half = connect()
+half.sendall(b"PUB dsec.v1.main.all.list." + ME + b".default 2000\r\nhalf")
+half.close()
+silent = connect()
+silent.shutdown(socket.SHUT_WR)
+print(everything(silent).count(b"-ERR"))
+""",
+        )
+        assert said.split() == ["1"] * 7 + ["0"]
+        assert await inside(worker, "print(len(await dsec.list()))") == "0\n"
+
+
+async def test_a_job_ends_with_its_worker(client: Client, cluster: Cluster) -> None:
+    """What it made ends when the worker is stopped, also what was to be kept, below its project and by workers of its own, and says why;
+    with on_end="keep" it stays."""
+    async with client.sandbox("small", **WORKER) as worker:
+        ids = json.loads(
+            await inside(
+                worker,
+                r"""
+kept = await dsec.create("small", **CHILD)
+inner = await dsec.create("small", worker=True, toolkits=["libdsec"], memory="160MiB", disk="64MiB", pids=64)
+make = "print((await d.create('small', memory='48MiB', disk='16MiB')).id)"
+program = f"import asyncio, libdsec\nasync def main():\n  async with libdsec.connect() as d: {make}\nasyncio.run(main())"
+result = await inner.exec(["python3", "-c", program])
+print(json.dumps([kept.id, inner.id, result.stdout.text.strip() or result.stderr.text]))
+""",
+            )
+        )
+        assert {info.id for info in await client.list()} == {worker.id, *ids}, ids
+    await settled(client, 0)
+    ended = {info.id: info.exit for info in await client.list(stopped=True)}
+    for each in ids:
+        how = ended[each]
+        assert how is not None
+        assert (how.reason, "its worker" in how.detail) == ("lease", True)
+    keep: libdsec.Options = {**WORKER, "worker": libdsec.Worker(on_end="keep")}
+    async with client.sandbox("small", **keep) as worker:
+        kept = (await inside(worker, 'print((await dsec.create("small", **CHILD)).id)')).strip()
+    await asyncio.sleep(1)
+    assert (await (await client.attach(kept)).exec("echo kept")).stdout == b"kept\n"
+    assert [outcome.ok for outcome in await client.stop(ids=[kept])] == [True]
+
+
+async def test_a_job_is_paused_as_one(client: Client, cluster: Cluster) -> None:
+    """By its label, worker and all; it goes on with the worker, whose connections have lasted or come back."""
+    async with client.sandbox("small", **WORKER) as worker:
+        program = """
+sandbox = await dsec.create("small", **CHILD)
+n = 0
+while not os.path.exists("/tmp/enough"):
+    result = await sandbox.exec(f"echo {n} >>/tmp/count; cat /tmp/count | wc -l", step=f"s{n}", check=True)
+    n = int(result.stdout)
+    open("/tmp/progress", "w").write(str(n))
+print(n)
+"""
+        running = asyncio.create_task(inside(worker, program, timeout=120))
+        await until(lambda: worker.files.exists("/tmp/progress"))
+        outcomes = await client.pause(labels={"dsec.job": worker.id})
+        assert [outcome.ok for outcome in outcomes] == [True, True]
+        states = {info.state for info in await client.list()}
+        await asyncio.sleep(1)
+        assert states == {info.state for info in await client.list()} == {"paused"}
+        assert all(outcome.ok for outcome in await client.resume(labels={"dsec.job": worker.id}))
+        before = int(await worker.files.read_text("/tmp/progress"))
+
+        async def further() -> bool:
+            return int(await worker.files.read_text("/tmp/progress") or 0) > before + 2
+
+        await until(further)
+        await worker.files.write("/tmp/enough", b"")
+        assert int(await running) > before
+
+
+async def test_options() -> None:
     """What a worker may is checked before anything is sent."""
     assert libdsec.spec("small", **WORKER).worker == libdsec.Worker()
     assert libdsec.spec("small", **CHILD).worker is None
     for bad in ("yes", libdsec.Worker(networks=("pypi",)), libdsec.Worker(on_end="restart"), libdsec.Worker(project="a//b")):
         with pytest.raises(libdsec.InvalidRequest):
-            libdsec.spec("small", worker=bad)  # type: ignore[arg-type]
+            libdsec.spec("small", worker=bad)  # type: ignore[typeddict-item]

@@ -6,7 +6,8 @@ import asyncio
 import secrets
 import shutil
 import tempfile
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
 import msgpack
@@ -67,7 +68,23 @@ async def cluster(driver: str) -> AsyncIterator[Cluster]:
 async def client(cluster: Cluster) -> AsyncIterator[Client]:
     async with libdsec.connect(cluster.url) as client:
         yield client
-        assert await client.list() == []
+        await settled(client, 0)
+
+
+async def settled(client: Client, count: int, timeout: float = 20.0) -> None:
+    """Until so many sandboxes are left: what ends with a worker does so a moment after it."""
+    end = time.monotonic() + timeout
+    while len(left := await client.list()) != count:
+        assert time.monotonic() < end, left
+        await asyncio.sleep(0.1)
+
+
+async def until(what: Callable[[], Awaitable[object]], timeout: float = 60.0) -> None:
+    """Until it is true."""
+    end = time.monotonic() + timeout
+    while not await what():
+        assert time.monotonic() < end
+        await asyncio.sleep(0.1)
 
 
 async def inside(worker: libdsec.Sandbox, body: str, *, timeout: float = 60.0) -> str:
@@ -75,5 +92,38 @@ async def inside(worker: libdsec.Sandbox, body: str, *, timeout: float = 60.0) -
     lines = "".join(f"        {line}\n" for line in body.strip().splitlines())
     program = f"{HEAD}async def main():\n    async with libdsec.connect() as dsec:\n{lines}asyncio.run(main())\n"
     result = await worker.exec([*PYTHON, program], timeout=timeout)
+    assert result.ok, result.stderr.text[-3000:]
+    return result.stdout.text
+
+
+RAW = r"""
+import os, socket, sys, time
+ME = os.environ["DSEC_PRINCIPAL"].encode()
+def connect():
+    made = socket.create_connection(("127.0.0.1", 4222), timeout=20)
+    made.sendall(b'CONNECT {"verbose":false,"headers":true,"user":"local","pass":"x"}\r\n')
+    return made
+def everything(of):
+    found = b""
+    try:
+        while data := of.recv(65536):
+            found += data
+    except OSError:
+        pass
+    return found
+sock = connect()
+def say(data):
+    sock.sendall(data)
+def hear(until):
+    found = b""
+    while until not in found and (data := sock.recv(65536)):
+        found += data
+    return found.decode()
+"""
+
+
+async def raw(worker: libdsec.Sandbox, body: str, *, timeout: float = 90.0) -> str:
+    """What a program prints that speaks NATS's protocol by itself, over ``sock`` and what else ``connect()`` makes."""
+    result = await worker.exec([*PYTHON, RAW + body], timeout=timeout)
     assert result.ok, result.stderr.text[-3000:]
     return result.stdout.text
