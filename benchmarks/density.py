@@ -52,6 +52,20 @@ async def fill(session: harness.Session, spec: libdsec.SandboxSpec, n: int, live
     return time.perf_counter() - began
 
 
+async def stop(session: harness.Session, live: list[libdsec.Sandbox]) -> float:
+    """Stop them all; the seconds that took."""
+    began = time.perf_counter()
+    outcomes = [
+        outcome
+        for at in range(0, len(live), 1000)  # a request has 30 s
+        for outcome in await session.client.stop(ids=[sandbox.id for sandbox in live[at : at + 1000]])
+    ]
+    took = time.perf_counter() - began
+    if wrong := [outcome for outcome in outcomes if outcome.error is not None]:
+        raise harness.WrongAnswer(f"{len(wrong)} of {len(live)} were not stopped: {wrong[:3]}")
+    return took
+
+
 async def run(options: Namespace) -> dict[str, object]:
     async with harness.session(options, roomy(options.n)) as session:
         spec = libdsec.spec(session.image, **LIMITS)
@@ -73,16 +87,9 @@ async def run(options: Namespace) -> dict[str, object]:
         spent = before["available_mib"] - machine.figures(pids)["available_mib"]
         times = [await harness.answered(random.choice(live)) for _ in range(options.execs)]
         count = len(live)
-        stopping = time.perf_counter()
-        outcomes = [
-            outcome
-            for at in range(0, count, 1000)  # a request has 30 s
-            for outcome in await session.client.stop(ids=[sandbox.id for sandbox in live[at : at + 1000]])
-        ]
-        stopped = time.perf_counter() - stopping
-        wrong = [outcome for outcome in outcomes if outcome.error is not None]
-        if wrong or await session.client.list():
-            raise harness.WrongAnswer(f"{len(wrong)} of {count} were not stopped: {wrong[:3]}")
+        stopped = await stop(session, live)
+        if still := await session.client.list():
+            raise harness.WrongAnswer(f"{len(still)} of {count} are still there")
         remains = await machine.left(before, pids)
     return {
         "live": count,

@@ -79,7 +79,10 @@ class Gathering:
                 await self._send_part(part)
 
         try:
-            await asyncio.gather(*(one(part) for part in parts))
+            if len(parts) == 1:
+                await self._send_part(parts[0])
+            else:
+                await asyncio.gather(*(one(part) for part in parts))
         except DsecError as error:
             self.fatal = error
             self.news.set()

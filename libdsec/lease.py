@@ -148,7 +148,7 @@ class LeaseKeeper:
                     await self._wake.wait()
             except TimeoutError:
                 continue
-            await asyncio.sleep(0.002)  # news come in batches: one renewal carries what arrives together
+            await asyncio.sleep(0.02)  # news come in batches: one renewal carries what arrives together
 
     async def _renew(self, edge: str, side: Side) -> None:
         side.seq += 1

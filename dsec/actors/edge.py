@@ -1,7 +1,8 @@
 """The Edge: owns the sandboxes of one node. Admits, records, launches, watches clocks and leases, adopts after a restart.
 
-Order of a create: admission by the ledger, the record on disk, the answer to the Scheduler and the news to the caller, then the launch
-with a cap on how many start at once. Requests for one sandbox are in dsec/actors/verbs.py.
+Order of a create: admission by the ledger; the launch, with a cap on how many start at once, while the record goes to disk; once that
+is there the answer to the Scheduler and, when the sandbox's agent answers, the news to the caller. Requests for one sandbox are in
+dsec/actors/verbs.py.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from dsec.actors.host import Host
 from dsec.actors.intake import STARTING, Intake, demand_of
 from dsec.actors.lifecycle import On, Story, adoption
 from dsec.actors.news import Reporter
-from dsec.actors.sandbox import Sandbox
+from dsec.actors.sandbox import Sandbox, whole_once_it_answers
 from dsec.actors.standing import LOST, Standing
 from dsec.actors.store import Record, Store
 from dsec.actors.workers import Workers
@@ -43,6 +44,7 @@ log = structlog.get_logger("dsec.edge")
 _plan = msgspec.msgpack.Decoder(LaunchPlan)
 SLICE = 64  # adopted sandboxes between two looks of the loop at others
 BUS_PATIENCE = 2.0  # seconds within which a bus answers that is there
+WHOLE = 5.0  # seconds in which the agent of one that was being started must answer
 LAG_PERIOD = 0.1  # seconds between two looks at how late the loop is
 
 
@@ -184,22 +186,33 @@ class Edge:
 
     async def _find(self, record: Record, plan: LaunchPlan) -> tuple[Instance, bool] | None:
         """What lives of it, and whether that stands still. What the kernel shows counts, for an Edge may have died before it had
-        written what it did; only what was about to run goes on."""
-        if record.state in (State.PENDING, State.CREATING, State.STOPPING) or record.spec.backend not in self.host.planners:
+        written what it did: one that was being started goes on when it is whole (`whole_once_it_answers`)."""
+        if record.state is State.STOPPING or record.spec.backend not in self.host.planners:
+            return None
+        starting = record.state in STARTING
+        if starting and not whole_once_it_answers(record, plan):
             return None
         backend = self.host.planners[record.spec.backend].backend
+        instance: Instance | None = None
         try:
             instance = await backend.adopt(plan)
             if instance is None:
                 return None
             still = await instance.stands_still()
+            if starting and not still:
+                async with asyncio.timeout(WHOLE):
+                    await instance.link.ops()
             if still and record.state in (State.RESUMING, State.CAPTURING):
                 await instance.resume()
                 still = False
             elif still and record.state is not State.PAUSED:
                 await instance.pause(False)
         except (DsecError, OSError) as error:
-            log.error("edge.adopt_failed", sandbox=record.ulid, error=str(error))
+            if not starting:
+                log.error("edge.adopt_failed", sandbox=record.ulid, error=str(error))
+            if instance is not None:
+                with contextlib.suppress(DsecError, OSError):  # then it is `reap`'s
+                    await instance.stop()
             return None
         return instance, still
 
@@ -215,8 +228,8 @@ class Edge:
             sandbox.life = msgspec.structs.replace(sandbox.life, ready=record.state not in STARTING)
             if record.exit is not None:
                 how = record.exit
-            elif record.state in STARTING and (last is None or last.reason is not ExitReason.NODE_LOST):
-                how = Exit(reason=ExitReason.LAUNCH_FAILED, detail="the Edge restarted while it was being launched")
+            elif record.state in STARTING:
+                how = last or Exit(reason=ExitReason.LAUNCH_FAILED, detail="the Edge restarted while it was being launched")
             elif last is not None:
                 how = last
             else:
@@ -230,13 +243,15 @@ class Edge:
         if record.lease:
             # A restarted Edge cannot know which claims were acknowledged: all count as claimed, and the lease gets a whole period.
             self.leases.add(record.lease, (record.principal, record.project), record.lease_ttl_ms / 1000, record.ulid, now, claimed=True)
-        unfinished = record.state is not State.PAUSED
+        unfinished, starting = record.state is not State.PAUSED, record.state in STARTING
         if record.still_at:  # it stood still while no Edge was there
             record.stood_ms, record.still_at = record.stood_ms + max(0, round((now - record.still_at) * 1000)), 0.0
         sandbox.feed(event, how)
         self.workers.adopted(sandbox)
         if event is On.ADOPTED_PAUSED and unfinished:
             self.spawn(sandbox.complete_pause())
+        if instance is not None and starting:
+            self.changed(sandbox, "running")  # it may have been told before, or not
 
     # ------------------------------------------------------------------ what sandboxes tell (the Keeper protocol)
     def ready(self, sandbox: Sandbox) -> None:
@@ -262,9 +277,11 @@ class Edge:
         self.commands.left(record.ulid)
         self.workers.stopped(sandbox)
         if self.leave(sandbox):
+            self.intake.slots.give_back(sandbox.slot)
+            if sandbox.unrecorded:
+                return
             self.ended[record.ulid] = (record, sandbox.story)
             self._forgetting.append((time.monotonic() + self._retention, record.ulid))
-            self.intake.slots.give_back(sandbox.slot)
         how = sandbox.life.exit
         detail: dict[str, object] = msgspec.to_builtins(how) if how is not None else {}
         self.changed(sandbox, "stopped", detail)

@@ -1,4 +1,8 @@
-"""The Edge's intake of creates: admission by the ledger, the record on disk, the answer, and the queue in front of the launches."""
+"""The Edge's intake of creates: admission by the ledger, the record on disk, the answer, and the queue in front of the launches.
+
+The record is on its way to the disk while the launch goes on; who asked hears of neither before it is there. An Edge that dies in between
+leaves what it has begun to the next one, which reaps whatever no record names (`Backend.reap`).
+"""
 
 from __future__ import annotations
 
@@ -13,6 +17,7 @@ from dsec import faults
 from dsec.actors import capacity
 from dsec.actors.cancelled import Cancelled
 from dsec.actors.host import Resolved
+from dsec.actors.lifecycle import On
 from dsec.actors.sandbox import Sandbox
 from dsec.actors.store import Record
 from dsec.backends.base import LaunchPlan
@@ -73,6 +78,7 @@ class Intake:
         self.cancelled = Cancelled()
         self.inboxes: dict[str, str] = {}  # ulid -> where its news go, until it is ready
         self._inserts: dict[str, asyncio.Future[None]] = {}
+        self._ahead = True  # launches begin while their records are being written; not when the last one could not be
 
     async def launch(self, request: LaunchRequest) -> LaunchReply:
         """Admission, record, answer. Repeats (same burst and index) change nothing and are told again how they stand."""
@@ -108,15 +114,21 @@ class Intake:
                     refused.append(outcome)
                 else:
                     new.append(outcome)
-                    self._inserts[outcome.record.ulid] = stored
+                    outcome.recorded = self._inserts[outcome.record.ulid] = stored
             faults.reached("create.admitted")
+            if self._ahead:
+                self._enqueue(new)
             await edge.store.insert([sandbox.record for sandbox in new])
             faults.reached("create.recorded")
+            if not self._ahead:
+                self._enqueue(new)
+                self._ahead = bool(new)
         except BaseException as error:
-            for sandbox in new:
-                self._forget(sandbox)
+            self._ahead = False
             stored.set_exception(error if isinstance(error, DsecError) else NodeError("record not written", reason="store"))
             stored.exception()
+            for sandbox in new:
+                self._undo(sandbox, error)
             raise
         finally:
             for number, found in resolved.items():
@@ -126,7 +138,7 @@ class Intake:
                 self._inserts.pop(sandbox.record.ulid, None)
             if not stored.done():
                 stored.set_result(None)
-        self._enqueue(request, new)
+        self._announce(request, new)
         faults.reached("create.announced")
         await self._known(request, known)
         accepted = [sandbox.record.index for sandbox in new] + [index for index, _ in known]
@@ -228,18 +240,21 @@ class Intake:
         exclusive = edge.exclusive()
         return "isolation" if exclusive and exclusive != user else ""
 
-    def _enqueue(self, request: LaunchRequest, new: list[Sandbox]) -> None:
-        """They are on disk, before their first resource exists and before anybody is told: now they may be launched."""
-        edge = self.edge
+    def _enqueue(self, new: list[Sandbox]) -> None:
+        """Now they may be launched."""
+        for sandbox in new:
+            self.queue.append(sandbox)
+            self.edge.watch(sandbox)
+        self._start_more()
+
+    def _announce(self, request: LaunchRequest, new: list[Sandbox]) -> None:
+        """They are on disk: now they may be told."""
         if not new:
             return
         placed = [Placed(index=sandbox.record.index, ulid=sandbox.record.ulid) for sandbox in new]
-        edge.reporter.accepted(request.burst, request.inbox, placed, len(placed))
+        self.edge.reporter.accepted(request.burst, request.inbox, placed, len(placed))
         for sandbox in new:
-            self.queue.append(sandbox)
-            edge.watch(sandbox)
-            edge.emit("created", sandbox.record)
-        self._start_more()
+            self.edge.emit("created", sandbox.record)
 
     async def _known(self, request: LaunchRequest, known: list[tuple[int, str]]) -> None:
         """A repeat: say again how each stands."""
@@ -268,16 +283,13 @@ class Intake:
                 ready = ReadyItem(index=index, ulid=ulid, layers=record.layers, degraded=record.degraded)
                 edge.reporter.ready(request.burst, request.inbox, ready)
 
-    def _forget(self, sandbox: Sandbox) -> None:
-        """Undo an admission that was never recorded."""
-        edge = self.edge
+    def _undo(self, sandbox: Sandbox, error: BaseException) -> None:
+        """End what could not be recorded, however far its launch has come. Its caller is told by the error of the whole request."""
         record = sandbox.record
-        edge.leave(sandbox)
-        edge.requests.pop((record.principal, record.project, record.burst, record.index), None)
         self.inboxes.pop(record.ulid, None)
-        edge.leases.remove(record.ulid)
-        edge.ledger.release(record.ulid)
-        self.slots.give_back(sandbox.slot)
+        self.edge.requests.pop((record.principal, record.project, record.burst, record.index), None)
+        if sandbox.within(*STARTING):
+            sandbox.feed(On.LAUNCH_FAILED, detail=str(error))
 
     def _start_more(self) -> None:
         """Launch what waits, as far as the cap allows."""

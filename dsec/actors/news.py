@@ -1,7 +1,8 @@
 """News of bursts to their callers' inboxes: gathered for a few milliseconds, never delayed when there is nothing to gather.
 
-The first news of a burst leaves at the end of the loop's current round; what follows within the window leaves together at its end, or
-at once when nothing more of this burst is expected here: a single create never waits.
+The first news of a burst that somebody waits for leaves at the end of the loop's current round; what follows within the window leaves
+together at its end, or at once when nothing more of this burst is expected here: a single create never waits. Nobody waits for being
+accepted: that goes along with what comes next, or alone when nothing has come for a while.
 """
 
 from __future__ import annotations
@@ -15,11 +16,12 @@ from dsec.bus.messages import BurstNews, Failed, Placed, ReadyItem
 from dsec.errors import DsecError
 
 log = structlog.get_logger("dsec.edge")
+ALONE = 0.02  # seconds after which an acceptance goes by itself
 MOST = 500  # items in one message: a ready one with many layers takes a kilobyte
 
 
 class _Open:
-    __slots__ = ("accepted", "expected", "failed", "quiet_until", "ready", "timer")
+    __slots__ = ("accepted", "due", "expected", "failed", "quiet_until", "ready", "timer")
 
     def __init__(self) -> None:
         self.accepted: list[Placed] = []
@@ -27,6 +29,7 @@ class _Open:
         self.failed: list[Failed] = []
         self.expected = 0  # accepted, and neither ready nor failed yet
         self.quiet_until = 0.0  # loop time until which news are gathered
+        self.due = 0.0  # loop time at which the timer goes
         self.timer: asyncio.TimerHandle | asyncio.Handle | None = None
 
 
@@ -44,7 +47,7 @@ class Reporter:
         entry = self._of(burst, inbox)
         entry.accepted += placed
         entry.expected += expected
-        self._schedule((burst, inbox), entry)
+        self._schedule((burst, inbox), entry, ALONE)
 
     def ready(self, burst: str, inbox: str, item: ReadyItem) -> None:
         entry = self._of(burst, inbox)
@@ -71,14 +74,16 @@ class Reporter:
             entry = self._open[key] = _Open()
         return entry
 
-    def _schedule(self, key: tuple[str, str], entry: _Open) -> None:
+    def _schedule(self, key: tuple[str, str], entry: _Open, patience: float = 0.0) -> None:
         loop = asyncio.get_running_loop()
-        at_once = entry.expected <= 0 or entry.quiet_until <= loop.time()
+        when = 0.0 if entry.expected <= 0 else max(entry.quiet_until, loop.time() + patience)
+        at_once = when <= loop.time()
         if entry.timer is not None:
-            if not at_once:
+            if not at_once and entry.due <= when:
                 return
             entry.timer.cancel()
-        entry.timer = loop.call_soon(self._send, key) if at_once else loop.call_at(entry.quiet_until, self._send, key)
+        entry.due = when
+        entry.timer = loop.call_soon(self._send, key) if at_once else loop.call_at(when, self._send, key)
 
     def _send(self, key: tuple[str, str]) -> None:
         entry = self._open[key]

@@ -84,6 +84,7 @@ class Sandbox:
         self.last_active_ts = record.created_ts
         self.instance: Instance | None = None
         self.deadline = 0.0  # of its create, monotonic; 0 = none
+        self.recorded: asyncio.Future[None] | None = None  # its record is on disk; None = it has been for a while
         self._waiters: list[asyncio.Future[None]] = []
         self.serving = 0  # requests that a pause waits for
         self.served: asyncio.Future[None] | None = None  # … and how it hears of the last one's end
@@ -221,16 +222,25 @@ class Sandbox:
             self.launch_error = error
             self.feed(On.LAUNCH_FAILED, detail=str(error))
             return
+        faults.reached("create.opened")
         if not self.within(State.CREATING):
             return
-        # Durable before it is told: a restarted Edge must know it as running, or it would reap what was announced.
-        self.record.state = State.RUNNING
         try:
-            await self.keeper.store.update(self.record)
+            # It is on disk before it is told: a restarted Edge reaps what it does not know.
+            if self.recorded is not None:
+                await asyncio.shield(self.recorded)
+            if not self.within(State.CREATING):
+                return
+            self.record.state = State.RUNNING
+            if whole_once_it_answers(self.record, self.plan):
+                self.keeper.store.post(self.record)  # a restarted Edge finds out
+            else:
+                await self.keeper.store.update(self.record)
         except DsecError as error:
             self.feed(On.LAUNCH_FAILED, detail=str(error))
             return
         faults.reached("create.running")
+        self.recorded = None
         if self.within(State.CREATING):
             self.feed(On.READY)
             faults.reached("create.ready")
@@ -274,7 +284,7 @@ class Sandbox:
         self.instance = None
         self.record.state, self.record.exit = State.STOPPED, self.life.exit
         self.record.ended_ts = time.time()
-        while True:
+        while not self.unrecorded:
             try:
                 await self.keeper.store.update(self.record)
                 break
@@ -288,6 +298,12 @@ class Sandbox:
         faults.reached("stop.told")
 
     grace = 0.0
+
+    @property
+    def unrecorded(self) -> bool:
+        """Its record could not be written, so that no restart will ask for its end."""
+        recorded = self.recorded
+        return recorded is not None and recorded.done() and not recorded.cancelled() and recorded.exception() is not None
 
     # ------------------------------------------------------------------ verbs
     def gone(self) -> SandboxGone:
@@ -498,6 +514,12 @@ class Sandbox:
             paused=record.paused if self.state is State.PAUSED else None,
             checkpoint=spec.checkpoint,
         )
+
+
+def whole_once_it_answers(record: Record, plan: LaunchPlan) -> bool:
+    """Whether nothing more is done to one that starts when its agent answers: no network, no way of a worker's. A restarted Edge that finds
+    it answering knows then that it runs, whatever is on disk; of the others it is on disk before anybody is told."""
+    return plan.wiring is None and record.spec.worker is None
 
 
 def _stands_still(state: State) -> bool:

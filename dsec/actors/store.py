@@ -13,6 +13,7 @@ import os
 import queue
 import sqlite3
 import threading
+import time
 import uuid
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -113,7 +114,8 @@ class Store(Protocol):
     async def update(self, record: Record) -> None: ...
 
     def post(self, record: Record) -> None:
-        """As `update`, without waiting: for changes that a restart would find out anyway."""
+        """As `update`, without waiting: for changes that a restart would find out anyway. It goes with the next commit, within `COMPANY`
+        seconds."""
         ...
 
     async def prune(self, ulids: Sequence[str]) -> None:
@@ -151,6 +153,7 @@ class Store(Protocol):
     async def close(self) -> None: ...
 
 
+COMPANY = 0.02  # seconds that a change which nobody waits for waits for others: one commit is one sync of the disk
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(Record).decode
 _ALL = "SELECT ulid, record, plan, burst, idx, principal, project, ended FROM sandbox ORDER BY ulid"
@@ -292,14 +295,7 @@ class SqliteStore:
         try:
             while (job := self._jobs.get()) is not None:
                 batch = [job]
-                last = False
-                with contextlib.suppress(queue.Empty):
-                    while len(batch) < 10_000:
-                        more = self._jobs.get_nowait()
-                        if more is None:
-                            last = True
-                            break
-                        batch.append(more)
+                last = self._gather(batch)
                 self._commit(db, loop, batch)
                 if last:
                     break
@@ -310,6 +306,19 @@ class SqliteStore:
             with contextlib.suppress(sqlite3.Error):
                 db.close()
             self._unlock()
+
+    def _gather(self, batch: list[_Job]) -> bool:
+        """Add to a commit what has come meanwhile; whether that was the end."""
+        until = time.monotonic() + COMPANY
+        waited_for = batch[0][2] is not None
+        with contextlib.suppress(queue.Empty):
+            while len(batch) < 10_000:
+                job = self._jobs.get_nowait() if waited_for else self._jobs.get(timeout=max(0.0, until - time.monotonic()))
+                if job is None:
+                    return True
+                batch.append(job)
+                waited_for = waited_for or job[2] is not None
+        return False
 
     def _give_up(self, loop: asyncio.AbstractEventLoop, jobs: list[_Job], error: BaseException) -> None:
         """The writer ends by a fault of its own: who waits is told, and so is who comes later."""

@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import functools
 import os
-import socket
 import subprocess
 import time
 from collections.abc import Callable, Coroutine
@@ -22,9 +21,9 @@ import msgspec
 import structlog
 
 from dsec import faults, syscalls, trees
-from dsec.backends import criu, disk, orphans, runtime
+from dsec.backends import criu, disk, frame, orphans, runtime
 from dsec.backends.base import Capabilities, LaunchPlan, Undone
-from dsec.backends.driver import Driver, Site
+from dsec.backends.driver import Driver, Place, Site
 from dsec.backends.drivers import make_driver, settle
 from dsec.backends.guest.link import Link
 from dsec.backends.holder_client import HolderClient
@@ -219,7 +218,7 @@ class ContainerBackend:
                     if last:
                         raise
             await self._holder.restore_kits()
-            self.site.zygotes = bool(hello.get("native"))
+            self.site.zygotes = hello.get("native") == frame.VERSION
             if self.driver.name == "native" and self.site.zygotes:
                 await self._holder.request("zygotes")
             if self.options.remote:
@@ -329,25 +328,17 @@ class ContainerBackend:
             await self.prepare(plan)
             self._ends[plan.ulid] = End()
             try:
-                listener, procs = await self._in(self._makers, self._make, plan)
+                place = await self._place(plan)
                 faults.reached("create.made")
-                link = self._link(plan)
-                # The listener is there, so it is called before anybody serves it: the agent finds the call when it begins.
-                call = self._spawn(link.reach()) if self.driver.early else None
                 try:
-                    pid = await self.driver.start(plan, listener, procs)
-                    link.expect(pid)
+                    pid = await self.driver.start(plan, place)
                     faults.reached("create.started")
-                except BaseException:
-                    await link.close()
-                    if call is not None:
-                        call.cancel()
-                        await asyncio.gather(call, return_exceptions=True)
-                    raise
                 finally:
-                    listener.close()
+                    if place.listener is not None:
+                        place.listener.close()
+                link = self._link(plan, pid)
                 instance = self._instance(plan, pid, link)
-                await self.network.ready(instance.answers(call, READY_TIMEOUT), plan, pid, link)
+                await self.network.ready(instance.answers(READY_TIMEOUT), plan, pid, link)
                 return instance
             except BaseException as error:
                 self._instances.pop(plan.ulid, None)
@@ -359,38 +350,37 @@ class ContainerBackend:
         finally:
             self._launching.discard(plan.ulid)
 
-    def _make(self, plan: LaunchPlan) -> tuple[socket.socket, tuple[str, ...]]:
-        """Everything on disk and in cgroupfs that the launch needs (in a thread). The listening socket is left in no tree."""
-        box = plan.state_dir
-        os.makedirs(box, mode=0o700, exist_ok=True)
+    async def _place(self, plan: LaunchPlan) -> Place:
+        """Everything on disk and in cgroupfs that the launch needs, but for what the driver makes."""
+        asked = plan.resources
+        limits = Limits(memory=memory_bytes(plan), cpus=asked.cpus, pids=asked.pids, idle=plan.qos is Qos.BE)
+        if not self.driver.makes_place:
+            return await self._in(self._makers, self._make, plan, limits)
+        if plan.disk_mode != "tmpfs" or plan.wiring is not None:
+            await self._in(self._makers, self._make_directory, plan)
+        return Place(self._cgroups.order(plan.ulid, limits), self.socket_path(plan.ulid), None)
+
+    def _make_directory(self, plan: LaunchPlan) -> None:
+        os.makedirs(plan.state_dir, mode=0o700, exist_ok=True)
         self._disks.make(plan)
         self.network.write_layer(plan)
         self.driver.make(plan)
-        asked = plan.resources
-        limits = Limits(memory=memory_bytes(plan), cpus=asked.cpus, pids=asked.pids, idle=plan.qos is Qos.BE)
-        procs = self._cgroups.create(plan.ulid, limits)
-        path = self.socket_path(plan.ulid)
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(path)
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-        try:
-            listener.bind(path)
-            os.chmod(path, 0o600)
-            listener.listen(64)
-        except BaseException:
-            listener.close()
-            raise
-        return listener, procs
+
+    def _make(self, plan: LaunchPlan, limits: Limits) -> Place:
+        """In a thread. The listening socket is left in no tree."""
+        self._make_directory(plan)
+        groups, path = self._cgroups.create(plan.ulid, limits), self.socket_path(plan.ulid)
+        return Place(groups, path, runtime.listen_at(path))
 
     def socket_path(self, ulid: str) -> str:
         """Where the sandbox's Aether listens."""
         return f"{self._run}/{ulid}"
 
-    def _link(self, plan: LaunchPlan, pid: int = 0) -> Link:
+    def _link(self, plan: LaunchPlan, pid: int) -> Link:
         return Link(
             self.socket_path(plan.ulid),
             generation=self.options.generation,
-            expect_pid=pid or asyncio.get_running_loop().create_future(),
+            expect_pid=pid,
             sandbox_id=plan.id,
             oom_kills=functools.partial(self._cgroups.oom_kills, plan.ulid),
             defaults={"user": plan.user, "cwd": plan.workdir},

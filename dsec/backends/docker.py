@@ -15,7 +15,6 @@ import contextlib
 import io
 import json
 import os
-import socket
 import subprocess
 import tarfile
 from collections.abc import AsyncIterator
@@ -30,7 +29,7 @@ import structlog
 from dsec.backends import orphans
 from dsec.backends.base import LaunchPlan
 from dsec.backends.container import ContainerBackend, Layers, Options
-from dsec.backends.driver import LAUNCH_TIMEOUT, Driver, Site
+from dsec.backends.driver import LAUNCH_TIMEOUT, Driver, Place, Site
 from dsec.backends.instance import ContainerInstance
 from dsec.backends.network import TOP
 from dsec.backends.oci import OciDriver
@@ -190,13 +189,14 @@ class DockerDriver(OciDriver):
         self.engine = engine
         self._state = state
 
-    async def start(self, plan: LaunchPlan, listener: socket.socket, groups: tuple[str, ...]) -> int:
+    async def start(self, plan: LaunchPlan, place: Place) -> int:
         lowers = [layer.digest for layer in plan.lowers]
         lent = await self.site.holder.request("lend", ulid=plan.ulid, lowers=lowers, runtime=self.keep)
         top = self.site.network.as_layer(plan)
-        numbers = (lent["pid"], os.getpid(), listener.fileno(), lent["program"], int(top), len(lent["layers"]), *lent["layers"])
+        assert place.listener is not None
+        numbers = (lent["pid"], os.getpid(), place.listener.fileno(), lent["program"], int(top), len(lent["layers"]), *lent["layers"])
         words = [f"{plan.state_dir}/{TOP}"] if top else []
-        words += [lent["launcher"], "-r", self.site.root, *self.options(plan, groups), "--", self.keep]
+        words += [lent["launcher"], "-r", self.site.root, *self.options(plan, place.groups.joins), "--", self.keep]
         if self._is_crun:
             words += ["--cgroup-manager", "disabled"]
         text = " ".join(map(str, numbers)) + "\n" + "".join(f"{word}\0" for word in words)

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import os
 import socket
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from dsec.backends.base import LaunchPlan
 from dsec.backends.holder_client import HolderClient
 from dsec.backends.network import OpenNetwork
+from dsec.qos.cgroup import Order
 
 LAUNCH_TIMEOUT = 60.0  # seconds of a launch in the holder; it takes 10 ms
 
@@ -31,6 +32,14 @@ class Site:
         self.mappable: frozenset[str] = frozenset()  # disk modes whose file system can be id-mapped
 
 
+class Place(NamedTuple):
+    """What a launch needs besides its plan: the sandbox's cgroups and the socket on which its agent is to listen."""
+
+    groups: Order
+    path: str
+    listener: socket.socket | None  # None: cgroups and socket are the driver's to make
+
+
 class Driver(Protocol):
     """One way to start containers."""
 
@@ -45,16 +54,16 @@ class Driver(Protocol):
         ...
 
     @property
-    def early(self) -> bool:
-        """Whether the agent may be called before it is started: launches take milliseconds."""
+    def makes_place(self) -> bool:
+        """Whether it makes cgroups and socket itself, and needs the sandbox's directory only for what lies in it."""
         ...
 
     def make(self, plan: LaunchPlan) -> None:
         """Write what a launch needs into the sandbox's directory, which exists (in a thread)."""
         ...
 
-    async def start(self, plan: LaunchPlan, listener: socket.socket, groups: tuple[str, ...]) -> int:
-        """The pid of the sandbox's init on the node. ``groups``: the files by which it joins its cgroups, writing 0.
+    async def start(self, plan: LaunchPlan, place: Place) -> int:
+        """The pid of the sandbox's init on the node.
 
         Raises `NodeError`; what was started is then found by the holder and by the cgroups.
         """

@@ -16,9 +16,10 @@ from dsec.backends.base import LaunchPlan, Mount
 from dsec.backends.driver import upper_path
 from dsec.backends.render import GUEST_PATH, NOFILE, OOM_SCORE_ADJ, guest_options
 from dsec.errors import Unsupported
+from dsec.qos.cgroup import Order as Groups
 
 MAGIC = 0x314C5344
-VERSION = 1
+VERSION = 2
 HEAD = struct.Struct("=IHHII")
 SECTION = struct.Struct("=HHI")
 MAX_FRAME = 2 << 20
@@ -81,8 +82,12 @@ class Tag(enum.IntEnum):
     NO_NEW_PRIVS = 17
     SECCOMP = 18
     OOM = 19
+    MADE = 20
+    SETTINGS = 21
+    SOCKET = 22
 
 
+NO_GROUPS = Groups((), (), ())
 UPPER_TMPFS, UPPER_DIRECTORY, UPPER_LOOP = 1, 2, 3
 
 
@@ -90,8 +95,9 @@ def render(
     plan: LaunchPlan,
     *,
     lowers: int,
+    socket: str,
     args: Sequence[str] = (GUEST_PATH,),
-    groups: Sequence[str] = (),
+    groups: Groups = NO_GROUPS,
     group2: str = "",
     seccomp: bytes = b"",
     nofile: tuple[int, int] = NOFILE,
@@ -99,8 +105,9 @@ def render(
 ) -> bytes:
     """The frame of one launch.
 
-    ``lowers``: how many descriptors of layers go with it, the agent's own included. ``groups``: v1 files to join by writing 0; ``group2``:
-    a v2 directory to be born in. ``own_upper``: the file system of the upper cannot be id-mapped, so its directories get root's id on disk.
+    ``lowers``: how many descriptors of layers go with it, the agent's own included. ``socket``: where the agent listens. ``groups``: the
+    cgroups to make and, on v1, to join; ``group2``: a v2 directory to be born in. ``own_upper``: the file system of the upper cannot be
+    id-mapped, so its directories get root's id on disk.
 
     Raises `Unsupported` with field and value for what a frame cannot say.
     """
@@ -122,13 +129,16 @@ def render(
         (Tag.CAPS, struct.pack("=Q", capability_set(plan.capabilities))),
         (Tag.NO_NEW_PRIVS, struct.pack("=I", 1)),
         (Tag.OOM, struct.pack("=i", OOM_SCORE_ADJ)),
+        (Tag.MADE, _texts("groups", groups.directories)),
+        (Tag.SETTINGS, _texts("groups", [text for setting in groups.settings for text in setting])),
+        (Tag.SOCKET, _texts("socket", [socket])),
     ]
     if plan.idmap is not None:
         sections.append((Tag.IDS, struct.pack("=II", plan.idmap.base, plan.idmap.count)))
-    if groups:
-        sections.append((Tag.GROUPS, _texts("groups", groups)))
     if group2:
         sections.append((Tag.GROUP2, _texts("group2", [group2])))
+    else:
+        sections.append((Tag.GROUPS, _texts("groups", groups.joins)))
     if seccomp:
         sections.append((Tag.SECCOMP, seccomp))
     return pack(sections)

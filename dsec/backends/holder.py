@@ -46,6 +46,7 @@ PAGE = 500
 LISTEN_FD, STATUS_FD, FIRST_LOWER = 3, 4, 5
 MAX_LAYERS_A_LAUNCH = 500  # overlayfs, OVL_MAX_STACK
 GUEST_LAYER = "guest"
+FRAMES = 2  # version of the frames that its zygotes read
 DEVICES = ("null", "zero", "full", "random", "urandom", "tty")  # of the node, that sandboxes share
 # Directories that exist everywhere and that nothing here needs: one of them is covered, in our own namespace only.
 ROOTS = ("/mnt", "/media", "/srv", "/opt", "/home")
@@ -154,7 +155,7 @@ class Holder(OnDemand, Zygotes, DiskStores, Heirs):
             "root": f"{self.place}/root",
             "prefix": f"{self.place}/l",
             "by_paths": self.by_paths,
-            "native": True,  # it keeps zygotes
+            "native": FRAMES,  # it keeps zygotes
             "disabled": os.environ.get("DSEC_DISABLE", ""),
         }
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import time
 from collections.abc import Callable
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from dsec.backends.base import LaunchPlan, PackOrder
 from dsec.backends.pack import pack_upper
-from dsec.errors import DsecError, NodeError
+from dsec.errors import NodeError
 from dsec.model import Exit, ExitReason, PackedLayer, Paused, Usage
 
 if TYPE_CHECKING:
@@ -78,30 +77,23 @@ class ContainerInstance:
     async def wait(self) -> Exit:
         return await asyncio.shield(self._gone)
 
-    async def answers(self, call: asyncio.Task[None] | None, timeout: float) -> None:
-        """Until the agent answers, its sandbox ends (`NodeError`), or ``timeout`` seconds pass. ``call`` was made before the launch; should
-        it have failed meanwhile, another is made."""
-        asked = asyncio.ensure_future(self._reached(call))
-        gone = asyncio.ensure_future(self.wait())
-        try:
-            done, _ = await asyncio.wait((asked, gone), timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
-            if asked in done:
-                asked.result()
-            elif gone in done:
-                raise NodeError(f"the sandbox ended before it answered: {gone.result().detail}", reason="guest")
-            else:
-                raise NodeError(f"the guest did not answer within {timeout} s", reason="guest")
-        finally:
-            asked.cancel()
-            gone.cancel()
-            await asyncio.gather(asked, gone, return_exceptions=True)
+    async def answers(self, timeout: float) -> None:
+        """Until the agent answers, its sandbox ends or ``timeout`` seconds pass (`NodeError`)."""
+        patience = asyncio.timeout(timeout)
 
-    async def _reached(self, call: asyncio.Task[None] | None) -> None:
-        if call is not None:
-            with contextlib.suppress(DsecError, OSError):
-                await call
-                return
-        await self.link.reach()
+        def ended(_: asyncio.Future[Exit]) -> None:
+            patience.reschedule(0.0)
+
+        self._gone.add_done_callback(ended)
+        try:
+            async with patience:
+                await self.link.reach()
+        except TimeoutError as error:
+            if self._gone.done():
+                raise NodeError(f"the sandbox ended before it answered: {self._gone.result().detail}", reason="guest") from error
+            raise NodeError(f"the guest did not answer within {timeout} s", reason="guest") from error
+        finally:
+            self._gone.remove_done_callback(ended)
 
     def on_exit(self, call: Callable[[Exit], object]) -> None:
         self._gone.add_done_callback(lambda gone: call(gone.result()))

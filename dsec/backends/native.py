@@ -6,12 +6,11 @@ import asyncio
 import functools
 import os
 import platform
-import socket
 
 from dsec import syscalls
 from dsec.backends import frame, runtime
 from dsec.backends.base import LaunchPlan
-from dsec.backends.driver import LAUNCH_TIMEOUT, Site
+from dsec.backends.driver import LAUNCH_TIMEOUT, Place, Site
 from dsec.backends.network import TOP
 from dsec.backends.pack import UPPER_FD
 from dsec.errors import NodeError
@@ -39,7 +38,7 @@ class NativeDriver:
 
     name = "native"
     keep = ""
-    early = True
+    makes_place = True
 
     def __init__(self, site: Site) -> None:
         self.site = site
@@ -47,23 +46,22 @@ class NativeDriver:
     def make(self, plan: LaunchPlan) -> None:
         """Nothing is needed on disk."""
 
-    async def start(self, plan: LaunchPlan, listener: socket.socket, groups: tuple[str, ...]) -> int:
+    async def start(self, plan: LaunchPlan, place: Place) -> int:
         top = f"{plan.state_dir}/{TOP}" if self.site.network.as_layer(plan) else ""
         data = frame.render(
             plan,
             lowers=len(plan.lowers) + 1 + bool(top),
             args=frame.arguments(plan, LISTENER_FD, UPPER_FD),
-            groups=() if self.site.cgroup_v2 else groups,
-            group2=os.path.dirname(groups[0]) if self.site.cgroup_v2 else "",
+            socket=place.path,
+            groups=place.groups,
+            group2=place.groups.directories[0] if self.site.cgroup_v2 else "",
             seccomp=seccomp.compiled(seccomp.profile(plan.seccomp)) if plan.seccomp else b"",
             nofile=_nofile(),
             own_upper=plan.idmap is not None and plan.disk_mode not in self.site.mappable,
         )
         fd = _in_memory(data)
         try:
-            started = self.site.holder.request(
-                "spawn", fds=(listener.fileno(), fd), ulid=plan.ulid, lowers=[layer.digest for layer in plan.lowers], top=top
-            )
+            started = self.site.holder.request("spawn", fds=(fd,), ulid=plan.ulid, lowers=[layer.digest for layer in plan.lowers], top=top)
             answer = await asyncio.wait_for(started, LAUNCH_TIMEOUT)
         except TimeoutError as error:
             raise NodeError(f"no sandbox within {LAUNCH_TIMEOUT} s", sandbox=plan.id, reason="launcher") from error

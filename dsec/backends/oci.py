@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import socket
 
 import aiofiles
 import msgspec
 
 from dsec.backends import runtime
 from dsec.backends.base import LaunchPlan
-from dsec.backends.driver import LAUNCH_TIMEOUT, Site, launch_env, upper_path
+from dsec.backends.driver import LAUNCH_TIMEOUT, Place, Site, launch_env, upper_path
 from dsec.backends.network import TOP
 from dsec.backends.pack import UPPER_FD
 from dsec.backends.render import GUEST_PATH, guest_options, render
@@ -23,7 +22,7 @@ from dsec.security import seccomp
 class OciDriver:
     """Implements `dsec.backends.driver.Driver`. Raises `Unsupported` when the runtime is not there."""
 
-    early = False
+    makes_place = False
 
     def __init__(self, site: Site, wanted: str) -> None:
         self.site = site
@@ -61,16 +60,17 @@ class OciDriver:
             argv += ["-g", path]
         return argv
 
-    async def start(self, plan: LaunchPlan, listener: socket.socket, groups: tuple[str, ...]) -> int:
+    async def start(self, plan: LaunchPlan, place: Place) -> int:
+        assert place.listener is not None
         box = plan.state_dir
-        argv = self.options(plan, groups)
+        argv = self.options(plan, place.groups.joins)
         argv += ["--", self.keep, "--root", f"{box}/runtime", "--log", f"{box}/runtime.log"]
         if self._is_crun:
             argv += ["--cgroup-manager", "disabled"]
         argv += ["run", "--detach", "--preserve-fds", "2", "--pid-file", f"{box}/pid", "--bundle", box, plan.ulid]
         started = self.site.holder.request(
             "launch",
-            fds=(listener.fileno(),),
+            fds=(place.listener.fileno(),),
             ulid=plan.ulid,
             lowers=[layer.digest for layer in plan.lowers],
             top=f"{box}/{TOP}" if self.site.network.as_layer(plan) else "",

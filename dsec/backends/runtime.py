@@ -9,6 +9,7 @@ import hashlib
 import os
 import resource
 import shutil
+import socket
 from collections.abc import Iterable
 
 from dsec import syscalls
@@ -24,6 +25,21 @@ def socket_dir(state_dir: str) -> str:
     if len(os.fsencode(path)) + 1 + 26 <= MAX_SOCKET_PATH:
         return path
     return f"/run/dsec-{hashlib.sha256(os.fsencode(state_dir)).hexdigest()[:16]}"
+
+
+def listen_at(path: str) -> socket.socket:
+    """A listener there, whatever was there before. It is for root alone. Raises `OSError`."""
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+    try:
+        listener.bind(path)
+        os.chmod(path, 0o600)
+        listener.listen(64)
+    except BaseException:
+        listener.close()
+        raise
+    return listener
 
 
 def find_runtime(name: str) -> str:

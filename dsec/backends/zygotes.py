@@ -56,15 +56,14 @@ class Zygotes(Core):
         return {"pids": [zygote.pid for zygote in self.zygotes.values()], "deaths": self.zygote_deaths}
 
     def op_spawn(self, call: Call) -> dict[str, Any] | None:
-        """Start a sandbox from a frame; answered when its agent runs. Descriptors: the listening socket and the frame."""
-        if len(call.fds) != 2:
-            raise Refused("a launch needs its listening socket and its frame")
+        """Start a sandbox from a frame; answered when its agent runs. Its descriptor is the frame."""
+        if len(call.fds) != 1:
+            raise Refused("a launch needs its frame")
         box = self._admit(call)
         self._keep(1)
         layers = self._layers_of(call)  # ours to close
-        listener, frame = (os.dup(fd) for fd in call.fds)
         self.sandboxes[box.ulid] = box
-        self._queue.append((box, [frame, listener, *layers]))
+        self._queue.append((box, [os.dup(call.fds[0]), *layers]))
         self._hand_out_launches()
         return None
 

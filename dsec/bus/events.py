@@ -60,7 +60,7 @@ class EventPublisher:
         spool_dir: str | os.PathLike[str],
         *,
         window: int = 32,
-        linger: float = 0.005,
+        linger: float = 0.05,
         ack_timeout: float = 5.0,
         spool_limit: int = 64 << 20,
         queue_limit: int = 200_000,

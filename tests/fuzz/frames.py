@@ -37,6 +37,7 @@ def launch_frames(folder: Path) -> list[str]:
     from dsec.backends import frame
     from dsec.backends.plan import Node, make_plan
     from dsec.model import LayerRef, SandboxId, SandboxSpec
+    from dsec.qos.cgroup import Order
     from dsec.security import seccomp
 
     paths = []
@@ -46,8 +47,10 @@ def launch_frames(folder: Path) -> list[str]:
         refs = [LayerRef(name="small", digest="sha256:" + "5" * 64)]
         plan = make_plan(spec, id=SandboxId("fuzz", "01m8n1f6sg2hywsskv5e4d586k"), slot=1, refs=refs, node=node)
         filters = b"" if userns else seccomp.compiled(seccomp.profile("default"))[: 8 * 64]
-        groups = ("/sys/fs/cgroup/pids/a/tasks", "/sys/fs/cgroup/memory/a/tasks")
-        data = frame.render(plan, lowers=2, args=frame.arguments(plan, 3, 4), groups=groups, group2="/sys/fs/cgroup/a", seccomp=filters)
+        places = ("/sys/fs/cgroup/pids/a", "/sys/fs/cgroup/memory/a")
+        groups = Order(places, ((f"{places[0]}/pids.max", "9"),), tuple(f"{place}/tasks" for place in places))
+        args, group2 = frame.arguments(plan, 3, 4), "" if userns else "/sys/fs/cgroup/a"
+        data = frame.render(plan, lowers=2, socket="/run/a", args=args, groups=groups, group2=group2, seccomp=filters)
         path = folder / f"frame-{number}"
         path.write_bytes(data)
         paths.append(str(path))

@@ -49,6 +49,10 @@ static bool one(const uint8_t *data, size_t n) {
     texts(order.masked, order.masked_count, MAX_PATHS, at);
     texts(order.readonly, order.readonly_count, MAX_PATHS, at);
     texts(order.groups, order.group_count, MAX_GROUPS, at);
+    texts(order.made, order.made_count, MAX_GROUPS, at);
+    texts(order.settings, order.setting_count, 2 * MAX_SETTINGS, at);
+    text(order.socket, at);
+    if (order.socket[0] != '/' || strlen(order.socket) >= MAX_SOCKET || order.setting_count % 2) abort();
     text(order.hostname, at);
     text(order.upper.size, at), text(order.upper.inodes, at), text(order.upper.path, at);
     if (order.group2) text(order.group2, at);

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import libdsec
+from dsec import faults
 from dsec.actors.up import Cluster
 from dsec.backends import orphans
 from dsec.layers.bootstrap import bootstrap_tiny
@@ -97,6 +98,28 @@ async def test_a_burst_through_kill_9_leaves_nothing_half_made(state_dir: Path, 
             for sb in burst.sandboxes[:5] + handles[:5]:
                 assert (await sb.exec("echo x", timeout=30)).stdout == b"x\n"
             assert len(burst.sandboxes) + len(burst.failed) == 40
+
+
+@pytest.mark.parametrize("point", ["create.started", "create.ready"])
+async def test_killed_around_the_start_of_one(
+    point: str, state_dir: Path, edge_name: str, leftovers: Census, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed when its init runs, or when its caller is told, while the disk knows less: the create ends with one sandbox that answers."""
+    monkeypatch.setenv(faults.VARIABLE, f"{point}:1 {tmp_path}/told")
+    cluster = Cluster(state_dir, edges=(edge_name,))
+    await bootstrap_tiny(LayerStore(cluster.layer_store))
+    async with cluster, libdsec.connect(cluster.url) as dsec:
+        creating = asyncio.create_task(dsec.create(libdsec.spec("busybox", **OPTIONS), timeout=60))
+        edge = cluster.edges[edge_name]
+        assert edge.process is not None
+        await edge.process.wait()
+        assert (tmp_path / "told").read_text() == f"{point}\n"
+        monkeypatch.delenv(faults.VARIABLE)
+        await edge.start()
+        sandbox = await creating
+        assert (await sandbox.exec("echo here", timeout=30)).stdout == b"here\n"
+        assert [info.id for info in await dsec.list()] == [sandbox.id]
+        await sandbox.stop()
 
 
 async def test_an_edge_that_comes_back_too_late(state_dir: Path, edge_name: str, leftovers: Census) -> None:

@@ -8,7 +8,6 @@ import ctypes
 import json
 import os
 import signal
-import socket
 import struct
 import threading
 from pathlib import Path
@@ -182,23 +181,19 @@ async def test_the_agent_holds_nothing_of_the_node(backend: Any, yard: Yard) -> 
 
 
 def order(backend: Any, plan: LaunchPlan, **fields: Any) -> bytes:
-    return frame.render(plan, lowers=len(plan.lowers) + 1, args=frame.arguments(plan, 3, 4), **fields)
+    socket = backend.socket_path(plan.ulid)
+    return frame.render(plan, lowers=len(plan.lowers) + 1, socket=socket, args=frame.arguments(plan, 3, 4), **fields)
 
 
 async def spawn(backend: Any, plan: LaunchPlan, data: bytes) -> dict[str, Any]:
-    """Hands a frame of the test's own to the holder, with a listener that the test can throw away."""
-    with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(f"\0dsec-t-{plan.ulid}")
-        listener.listen()
-        fd = native._in_memory(data)
-        try:
-            lowers = [layer.digest for layer in plan.lowers]
-            answer: dict[str, Any] = await backend.site.holder.request(
-                "spawn", fds=(listener.fileno(), fd), ulid=plan.ulid, lowers=lowers, top=""
-            )
-            return answer
-        finally:
-            os.close(fd)
+    """Hands a frame of the test's own to the holder."""
+    fd = native._in_memory(data)
+    try:
+        lowers = [layer.digest for layer in plan.lowers]
+        answer: dict[str, Any] = await backend.site.holder.request("spawn", fds=(fd,), ulid=plan.ulid, lowers=lowers, top="")
+        return answer
+    finally:
+        os.close(fd)
 
 
 def sections(data: bytes) -> list[tuple[int, bytes]]:
@@ -222,7 +217,7 @@ async def test_what_is_not_understood_is_refused_by_name(backend: Any, yard: Yar
         return frame.pack([(number, body if number == tag else old) for number, old in parts])
 
     cases = {
-        "version": good[:4] + struct.pack("=H", 2) + good[6:],
+        "version": good[:4] + struct.pack("=H", frame.VERSION + 1) + good[6:],
         "magic": b"junk" + good[4:],
         "size": good + b"\0",
         "tag": frame.pack([*parts, (77, b"")]),

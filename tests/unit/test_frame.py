@@ -13,6 +13,7 @@ from dsec.backends.frame import Tag
 from dsec.backends.plan import CAPABILITIES, Node, make_plan
 from dsec.errors import Unsupported
 from dsec.model import LayerRef, SandboxId, SandboxSpec
+from dsec.qos.cgroup import Order
 
 pytestmark = pytest.mark.guest
 BASE = LayerRef(name="small", digest="sha256:" + "5" * 64)
@@ -43,7 +44,10 @@ def test_a_frame_says_what_the_plan_says() -> None:
     """Ids, capabilities, paths, environment and the writable layer arrive as they were planned."""
     made = plan(env={"A": "b c"}, hostname="worker")
     assert made.idmap is not None
-    found = sections(frame.render(made, lowers=2, groups=("/sys/fs/cgroup/pids/x/tasks",), seccomp=b"12345678"))
+    groups = Order(("/cg/pids/x",), (("/cg/pids/x/pids.max", "9"),), ("/cg/pids/x/tasks",))
+    found = sections(frame.render(made, lowers=2, socket="/run/x", groups=groups, seccomp=b"12345678"))
+    assert (found[Tag.MADE], found[Tag.SETTINGS]) == ([b"/cg/pids/x\0"], [b"/cg/pids/x/pids.max\x009\0"])
+    assert (found[Tag.GROUPS], found[Tag.SOCKET]) == ([b"/cg/pids/x/tasks\0"], [b"/run/x\0"])
     assert struct.unpack("=II", found[Tag.IDS][0]) == (made.idmap.base, made.idmap.count)
     assert struct.unpack("=Q", found[Tag.CAPS][0])[0] == frame.capability_set(CAPABILITIES)
     assert found[Tag.HOSTNAME] == [b"worker\0"]
@@ -57,7 +61,7 @@ def test_a_frame_says_what_the_plan_says() -> None:
 
 def test_without_ids_there_is_no_section_for_them() -> None:
     """A plan without a user namespace says so by leaving the ids out."""
-    found = sections(frame.render(plan(userns=False), lowers=2))
+    found = sections(frame.render(plan(userns=False), lowers=2, socket="/run/x"))
     assert Tag.IDS not in found
     assert Tag.SECCOMP not in found
 
@@ -66,12 +70,12 @@ def test_groups_of_a_terminal_are_ids_outside() -> None:
     """The mounter of a devpts stands outside of the user namespace: its gid is the one that 5 inside is outside."""
     made = plan()
     assert made.idmap is not None
-    assert any(f"gid={made.idmap.base + 5}".encode() in body for body in sections(frame.render(made, lowers=2))[Tag.MOUNT])
+    assert any(f"gid={made.idmap.base + 5}".encode() in body for body in sections(frame.render(made, lowers=2, socket="/run/x"))[Tag.MOUNT])
 
 
 def test_an_image_is_named_by_its_path() -> None:
     """A loop upper is told as a kind and a path."""
-    body = sections(frame.render(plan(disk_mode="loop"), lowers=2))[Tag.UPPER][0]
+    body = sections(frame.render(plan(disk_mode="loop"), lowers=2, socket="/run/x"))[Tag.UPPER][0]
     assert struct.unpack_from("=II", body) == (frame.UPPER_LOOP, 0)
     assert body.endswith(b"/disk\0")
 
@@ -80,11 +84,11 @@ def test_what_cannot_be_said_is_refused() -> None:
     """An unknown capability, a NUL byte and too large an environment are errors with the field's name."""
     made = plan()
     with pytest.raises(Unsupported, match="capabilities"):
-        frame.render(msgspec.structs.replace(made, capabilities=("CAP_FLY",)), lowers=2)
+        frame.render(msgspec.structs.replace(made, capabilities=("CAP_FLY",)), lowers=2, socket="/run/x")
     with pytest.raises(Unsupported, match="mounts"):
-        frame.render(msgspec.structs.replace(made, mounts=(Mount(target="/x\0y", fstype="proc"),)), lowers=2)
+        frame.render(msgspec.structs.replace(made, mounts=(Mount(target="/x\0y", fstype="proc"),)), lowers=2, socket="/run/x")
     with pytest.raises(Unsupported, match="env"):
-        frame.render(msgspec.structs.replace(made, env={"A": "x" * (frame.MAX_FRAME + 1)}), lowers=2)
+        frame.render(msgspec.structs.replace(made, env={"A": "x" * (frame.MAX_FRAME + 1)}), lowers=2, socket="/run/x")
 
 
 def test_capabilities_have_the_kernels_numbers() -> None:

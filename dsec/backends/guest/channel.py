@@ -198,7 +198,7 @@ async def _dial(sock: socket.socket, path: str, sandbox_id: str) -> None:
             os.close(folder)
 
 
-Expected = Callable[[], int] | int | asyncio.Future[int] | None
+Expected = Callable[[], int] | int | None
 
 
 async def open_channel(
@@ -231,8 +231,6 @@ async def open_channel(
             raise ChannelLost(answer)
         if kind != wire.Type.HELLO:
             raise wire.WireError("the first frame is not a HELLO")
-        if isinstance(expect_pid, asyncio.Future):
-            expect_pid = await asyncio.shield(expect_pid)
         init = expect_pid() if callable(expect_pid) else expect_pid
         if init is not None and pids != {init}:
             raise SandboxError("somebody else than the sandbox's init answered", sandbox=sandbox_id, reason="impostor")

@@ -148,12 +148,6 @@ class Connection:
         """Until the agent has answered; raises what any request would."""
         await self._open()
 
-    def expect(self, pid: int) -> None:
-        """The pid that was not known yet when the link was made."""
-        if isinstance(self.expect_pid, asyncio.Future) and not self.expect_pid.done():
-            self.expect_pid.set_result(pid)
-        self.expect_pid = pid
-
     async def close(self) -> None:
         """Close the connection; the link stays usable and opens a new one when asked again."""
         if self._connecting is not None:

@@ -36,8 +36,7 @@ class Link(Connection):
     Args:
         path: the Unix socket that Aether listens on; any length.
         generation: the Edge's; connections of lower generations are closed by the guest.
-        expect_pid: what must be the pid (as this process sees it) of whoever answers: the sandbox's init. None checks nothing; a future
-            is waited for: the call may be made before there is an init (see `expect`).
+        expect_pid: what must be the pid (as this process sees it) of whoever answers: the sandbox's init. None checks nothing.
         idle_seconds: closes the connection after so long without a request under way.
         sandbox_id: named in errors.
         request_timeout: seconds for any answer but `wait`'s; then `DeadlineExceeded`.

@@ -17,6 +17,7 @@ static const char *const names[TAG_END] = {
     [TAG_ARGV] = "argv", [TAG_ENV] = "env", [TAG_MOUNT] = "mounts", [TAG_NODES] = "nodes", [TAG_LINKS] = "links", [TAG_MASKED] = "masked",
     [TAG_READONLY] = "readonly", [TAG_GROUPS] = "groups", [TAG_GROUP2] = "group2", [TAG_RLIMIT] = "rlimits", [TAG_CAPS] = "caps",
     [TAG_NO_NEW_PRIVS] = "no_new_privs", [TAG_SECCOMP] = "seccomp", [TAG_OOM] = "oom",
+    [TAG_MADE] = "made", [TAG_SETTINGS] = "settings", [TAG_SOCKET] = "socket",
 };
 
 static bool refuse(struct reader *r, const char *field, const char *why) {
@@ -55,6 +56,13 @@ static bool all_absolute(const char **texts, int count) {
     for (int i = 0; i < count; i++)
         if (texts[i][0] != '/') return false;
     return true;
+}
+
+/* Whether they come in pairs, of which the first or the second is a path. */
+static bool pairs(const char **texts, int count, int path) {
+    for (int i = path; i < count; i += 2)
+        if (texts[i][0] != '/') return false;
+    return count >= 0 && count % 2 == 0;
 }
 
 static bool is_number(const char *text) {
@@ -111,11 +119,7 @@ static bool read_section(struct reader *r, int tag, const char **env, struct ord
     case TAG_ENV: o->env = env; return (o->envc = take_texts(r, env, MAX_ENV)) >= 0;
     case TAG_MOUNT: return read_mount(r, o);
     case TAG_NODES: return (o->node_count = take_texts(r, o->nodes, MAX_NODES)) >= 0;
-    case TAG_LINKS:
-        if ((o->link_count = take_texts(r, o->links, 2 * MAX_LINKS)) < 0 || o->link_count % 2) return false;
-        for (int i = 1; i < o->link_count; i += 2)
-            if (o->links[i][0] != '/') return false;
-        return true;
+    case TAG_LINKS: return pairs(o->links, o->link_count = take_texts(r, o->links, 2 * MAX_LINKS), 1);
     case TAG_MASKED: return (o->masked_count = take_texts(r, o->masked, MAX_PATHS)) >= 0 && all_absolute(o->masked, o->masked_count);
     case TAG_READONLY: return (o->readonly_count = take_texts(r, o->readonly, MAX_PATHS)) >= 0 && all_absolute(o->readonly, o->readonly_count);
     case TAG_GROUPS: return (o->group_count = take_texts(r, o->groups, MAX_GROUPS)) >= 0 && all_absolute(o->groups, o->group_count);
@@ -131,6 +135,9 @@ static bool read_section(struct reader *r, int tag, const char **env, struct ord
         r->at = r->end;
         return true;
     }
+    case TAG_MADE: return (o->made_count = take_texts(r, o->made, MAX_GROUPS)) >= 0 && all_absolute(o->made, o->made_count);
+    case TAG_SETTINGS: return pairs(o->settings, o->setting_count = take_texts(r, o->settings, 2 * MAX_SETTINGS), 0);
+    case TAG_SOCKET: return (o->socket = take_text(r)) && o->socket[0] == '/' && strlen(o->socket) < MAX_SOCKET;
     case TAG_OOM: o->has_oom = true; return take(r, &o->oom, 4) && o->oom >= -1000 && o->oom <= 1000;
     }
     return false;
@@ -159,7 +166,7 @@ bool parse_order(const uint8_t *data, size_t size, const char **env, struct orde
         r.at += length;
     }
     if (r.at != r.end) return refuse(&r, "size", "something follows the last section");
-    static const int needed[] = {TAG_LOWERS, TAG_UPPER, TAG_NAMESPACES, TAG_HOSTNAME, TAG_ARGV, TAG_ENV, TAG_CAPS, TAG_NO_NEW_PRIVS};
+    static const int needed[] = {TAG_LOWERS, TAG_UPPER, TAG_NAMESPACES, TAG_HOSTNAME, TAG_ARGV, TAG_ENV, TAG_CAPS, TAG_NO_NEW_PRIVS, TAG_SOCKET};
     for (size_t i = 0; i < sizeof needed / sizeof *needed; i++)
         if (!(seen & 1u << needed[i])) return refuse(&r, names[needed[i]], "missing");
     if (order->filter && !order->no_new_privs) return refuse(&r, "no_new_privs", "a filter needs it");

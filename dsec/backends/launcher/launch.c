@@ -119,7 +119,7 @@ int launch_main(int argc, char **argv) {
     if (descriptors < 0 || descriptors > MAX_LOWERS) errno = E2BIG, fail("more than %d layers", MAX_LOWERS);
 
     /* Only the namespace that made a detached mount may clone it: everything is made here, and attached after the unshare. */
-    int userns = count ? make_userns(base, count, 0, NULL) : -1;
+    int userns = count ? make_userns(base, count) : -1;
     for (int i = 0; i < descriptors; i++) {
         fcntl(FIRST_LOWER + i, F_SETFD, FD_CLOEXEC);
         lowers[lower_count++] = clone_mount(FIRST_LOWER + i, "", userns);

@@ -24,7 +24,7 @@
 enum { CONFIG_FLAG = 0, CONFIG_STRING = 1, CONFIG_FD = 5, CONFIG_CREATE = 6 };
 enum { CLOEXEC_FS = 1, TREE_CLONE = 1, MOVE_FROM_EMPTY = 4 };
 enum { ATTR_RDONLY = 1, ATTR_NOSUID = 2, ATTR_NODEV = 4, ATTR_NOEXEC = 8, ATTR_IDMAP = 0x100000 };
-enum { MAX_LOWERS = 500, MAX_GROUPS = 16 };
+enum { MAX_LOWERS = 500, MAX_GROUPS = 16, MAX_SETTINGS = 32 };
 
 struct attributes {
     uint64_t set, clear, propagation, userns;
@@ -52,12 +52,15 @@ int configure(int context, int command, const char *key, const void *value, int 
  * inside has outside: the kernel counts what a namespace uses of its tables (inotify instances and watches, namespaces) for its owner too,
  * so a sandbox that takes all there is takes it from itself alone.
  *
- * With `kept` the child goes on to make `others` (network, IPC, UTS) in it, while its parent does something else: making a network namespace
- * is the longest step of a launch. It says so by one byte on `told`; to be joined by its pid, and dismissed. */
+ * A nurse goes on to make `others` (network, IPC, UTS) in it, while its parent does something else: making a network namespace is the
+ * longest step of a launch. It says so by one byte on `told`; to be joined by its pid, and dismissed. */
 struct nurse {
-    int pid, told;
+    int pid, told, go;
 };
-int make_userns(uint32_t base, uint32_t count, int others, struct nurse *kept);
+int make_userns(uint32_t base, uint32_t count);
+/* The same in two halves, for who has something to do meanwhile; with `others` the nurse lives on. The second answers the descriptor. */
+void call_nurse(struct nurse *nurse, uint32_t base, int others);
+int map_userns(struct nurse *nurse, uint32_t base, uint32_t count);
 void dismiss(struct nurse *nurse);
 /* A private copy of a mount; `path` is relative to `fd`, or empty for the mount itself. */
 int clone_mount(int fd, const char *path, int userns);
@@ -70,8 +73,8 @@ void act_as(uint32_t id);
 
 /* --- frame.c */
 
-enum { FRAME_MAGIC = 0x314c5344, FRAME_VERSION = 1, MAX_FRAME = 2 << 20 };
-enum { MAX_ARGS = 64, MAX_ENV = 131072, MAX_MOUNTS = 32, MAX_PATHS = 64, MAX_RLIMITS = 16, MAX_NODES = 16, MAX_LINKS = 16, MAX_FILTER = 4096 };
+enum { FRAME_MAGIC = 0x314c5344, FRAME_VERSION = 2, MAX_FRAME = 2 << 20 };
+enum { MAX_ARGS = 64, MAX_ENV = 131072, MAX_MOUNTS = 32, MAX_PATHS = 64, MAX_RLIMITS = 16, MAX_NODES = 16, MAX_LINKS = 16, MAX_SOCKET = 108, MAX_FILTER = 4096 };
 
 enum tag {
     TAG_LOWERS = 1, /* u32: how many descriptors of layers come along */
@@ -93,6 +96,9 @@ enum tag {
     TAG_NO_NEW_PRIVS, /* u32 0 or 1 */
     TAG_SECCOMP,    /* instructions of 8 bytes; without it there is no filter */
     TAG_OOM,        /* i32 oom_score_adj */
+    TAG_MADE,       /* texts: directories of cgroups to make, those that are there are used */
+    TAG_SETTINGS,   /* texts in pairs: file of a cgroup, what to write into it; in this order, before anything joins */
+    TAG_SOCKET,     /* text NUL: where the agent listens */
     TAG_END
 };
 
@@ -109,12 +115,14 @@ struct order {
     int32_t oom;
     uint64_t caps;
     struct upper upper;
-    const char *hostname, *group2;
+    const char *hostname, *group2, *socket;
     const char *argv[MAX_ARGS + 1];
     const char **env; /* of MAX_ENV + 1 */
     struct mount_order mounts[MAX_MOUNTS];
     struct rlimit_order rlimits[MAX_RLIMITS];
     const char *nodes[MAX_NODES], *links[2 * MAX_LINKS], *masked[MAX_PATHS], *readonly[MAX_PATHS], *groups[MAX_GROUPS];
+    const char *made[MAX_GROUPS], *settings[2 * MAX_SETTINGS];
+    int made_count, setting_count;
     int argc, envc, mount_count, rlimit_count, node_count, link_count, masked_count, readonly_count, group_count;
     const uint8_t *filter; /* 8-byte instructions, not aligned */
     int filter_length;

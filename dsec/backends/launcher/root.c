@@ -37,8 +37,8 @@ __attribute__((noreturn)) static void nurse(int tell, int hear, uint32_t base, i
         _exit(errno);
     prctl(PR_SET_PDEATHSIG, SIGKILL); /* after the change of ids, which clears it */
     if (write(tell, "", 1) != 1) _exit(errno);
+    if (read(hear, &go, 1) != 1) _exit(0);
     if (others) {
-        if (read(hear, &go, 1) != 1) _exit(0);
         if (unshare(others)) _exit(errno);
         if (others & CLONE_NEWNET) raise_loopback();
         if (write(tell, "", 1) != 1) _exit(errno);
@@ -46,7 +46,7 @@ __attribute__((noreturn)) static void nurse(int tell, int hear, uint32_t base, i
     for (;;) pause();
 }
 
-int make_userns(uint32_t base, uint32_t count, int others, struct nurse *kept) {
+void call_nurse(struct nurse *called, uint32_t base, int others) {
     int made[2], go[2];
     if (pipe2(made, O_CLOEXEC) || pipe2(go, O_CLOEXEC)) fail("make a pipe");
     long child = syscall(SYS_clone, (unsigned long)SIGCHLD, 0, 0, 0, 0);
@@ -56,29 +56,37 @@ int make_userns(uint32_t base, uint32_t count, int others, struct nurse *kept) {
         nurse(made[1], go[0], base, others);
     }
     close(made[1]), close(go[0]);
-    if (kept) *kept = (struct nurse){.pid = (int)child, .told = made[0]};
+    *called = (struct nurse){.pid = (int)child, .told = made[0], .go = go[1]};
+}
+
+int map_userns(struct nurse *called, uint32_t base, uint32_t count) {
     char path[64], map[64];
     int status = 0;
-    if (read(made[0], path, 1) != 1) {
-        waitpid(child, &status, 0);
-        if (kept) kept->pid = 0;
+    if (read(called->told, path, 1) != 1) {
+        waitpid(called->pid, &status, 0);
+        called->pid = 0;
         errno = WEXITSTATUS(status);
         fail("make a user namespace");
     }
     snprintf(map, sizeof map, "0 %u %u", base, count);
-    snprintf(path, sizeof path, "/proc/%ld/uid_map", child);
+    snprintf(path, sizeof path, "/proc/%d/uid_map", called->pid);
     write_file(path, map);
-    snprintf(path, sizeof path, "/proc/%ld/gid_map", child);
+    snprintf(path, sizeof path, "/proc/%d/gid_map", called->pid);
     write_file(path, map);
-    if (others && write(go[1], "", 1) != 1) fail("go on with the namespaces");
-    snprintf(path, sizeof path, "/proc/%ld/ns/user", child);
+    if (write(called->go, "", 1) != 1) fail("go on with the namespaces");
+    close(called->go);
+    snprintf(path, sizeof path, "/proc/%d/ns/user", called->pid);
     int fd = open(path, O_RDONLY | O_CLOEXEC);
     if (fd < 0) fail("open %s", path);
-    close(go[1]);
-    if (kept) return fd;
-    close(made[0]);
-    kill(child, SIGKILL);
-    waitpid(child, 0, 0);
+    return fd;
+}
+
+int make_userns(uint32_t base, uint32_t count) {
+    struct nurse called;
+    call_nurse(&called, base, 0);
+    int fd = map_userns(&called, base, count);
+    close(called.told);
+    dismiss(&called);
     return fd;
 }
 

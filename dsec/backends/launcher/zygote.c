@@ -1,7 +1,7 @@
 /* One of the holder's helpers, one a core: it stays, and starts a sandbox for each request.
  *
- * A request is one SEQPACKET message {magic, number, more, 0} on descriptor 3 with descriptors: the frame, the listening socket, then
- * the layers, topmost first; `more` messages with further layers follow. The answer is {number, pid, errno} and a text, with a pidfd
+ * A request is one SEQPACKET message {magic, number, more, 0} on descriptor 3 with descriptors: the frame, then the layers, topmost
+ * first; `more` messages with further layers follow. The answer is {number, pid, errno} and a text, with a pidfd
  * when there was a process: pid and errno 0 mean that nothing was started, text and errno say at which step it failed.
  *
  * The sandbox's init is a child of the holder (CLONE_PARENT), and outlives this process. Descriptors below `first_free` stay for
@@ -21,10 +21,11 @@
 #include <sys/socket.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
+#include <sys/un.h>
 #include <unistd.h>
 #include <linux/sched.h>
 
-enum { CONTROL_FD = 3, FDS_A_MESSAGE = 250, MAX_FDS = MAX_LOWERS + 2, SETUP_MS = 30000, MAX_TEXT = 1000 };
+enum { CONTROL_FD = 3, FDS_A_MESSAGE = 250, MAX_FDS = MAX_LOWERS + 1, SETUP_MS = 30000, MAX_TEXT = 1000 };
 static const char *const NODES[] = {"null", "zero", "full", "random", "urandom", "tty"};
 enum { NODE_COUNT = sizeof NODES / sizeof *NODES };
 
@@ -155,7 +156,7 @@ static void read_order(int fd) {
     if (size != st.st_size) fail("read the frame");
     const char *field = "frame", *why = "";
     if (!parse_order(frame, (size_t)size, environment, &order, &field, &why)) errno = EINVAL, fail("refused: %s: %s", field, why);
-    if ((int)order.lowers != fd_count - 2) errno = EINVAL, fail("refused: lowers: %u are ordered and %d came", order.lowers, fd_count - 2);
+    if ((int)order.lowers != fd_count - 1) errno = EINVAL, fail("refused: lowers: %u are ordered and %d came", order.lowers, fd_count - 1);
 }
 
 static int node_by_name(const char *name) {
@@ -165,29 +166,52 @@ static int node_by_name(const char *name) {
     fail("refused: nodes: %.64s is not one of ours", name);
 }
 
+/* Limits are written before anybody is in the group. What is left of it when a launch fails is found by its name. */
+static void make_groups(int *joined) {
+    for (int i = 0; i < order.made_count; i++)
+        if (mkdir(order.made[i], 0755) && errno != EEXIST) fail("make the cgroup %s", order.made[i]);
+    for (int i = 0; i < order.setting_count; i += 2) write_file(order.settings[i], order.settings[i + 1]);
+    for (int i = 0; i < order.group_count; i++)
+        if ((joined[i] = open(order.groups[i], O_WRONLY | O_CLOEXEC)) < 0) fail("open %s", order.groups[i]);
+}
+
+/* Before there is an agent: whoever calls meanwhile is served when it begins. */
+static int listen_at(const char *path) {
+    struct sockaddr_un address = {.sun_family = AF_UNIX};
+    strncpy(address.sun_path, path, sizeof address.sun_path - 1);
+    int fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    mode_t before = umask(0177);
+    int bound = fd < 0 ? -1 : bind(fd, (struct sockaddr *)&address, sizeof address);
+    if (bound && errno == EADDRINUSE && !unlink(path)) bound = bind(fd, (struct sockaddr *)&address, sizeof address); /* an earlier try's */
+    umask(before);
+    if (bound || listen(fd, 64)) fail("listen at %s", path);
+    return fd;
+}
+
 struct started {
     int pid, pidfd, news;
 };
 
 static struct started start(void) {
     static int chosen[MAX_NODES], groups[MAX_GROUPS], lowers[MAX_LOWERS];
-    if (fd_count < 3) errno = EINVAL, fail("refused: descriptors: frame, listener and a layer are needed");
+    if (fd_count < 2) errno = EINVAL, fail("refused: descriptors: frame and a layer are needed");
     read_order(fds[0]);
     for (int i = 0; i < order.node_count; i++) chosen[i] = node_by_name(order.nodes[i]);
-    for (int i = 0; i < order.group_count; i++)
-        if ((groups[i] = open(order.groups[i], O_WRONLY | O_CLOEXEC)) < 0) fail("open %s", order.groups[i]);
+    int others = (int)order.namespaces & (CLONE_NEWNET | CLONE_NEWIPC | CLONE_NEWUTS);
+    if (order.has_ids) call_nurse(&nurse, order.base, others);
+    make_groups(groups);
     int group2 = order.group2 ? open(order.group2, O_PATH | O_DIRECTORY | O_CLOEXEC) : 0;
     if (group2 < 0) fail("open %s", order.group2);
-    int others = (int)order.namespaces & (CLONE_NEWNET | CLONE_NEWIPC | CLONE_NEWUTS);
-    int userns = order.has_ids ? make_userns(order.base, order.count, others, &nurse) : -1;
+    int listener = listen_at(order.socket);
+    int userns = order.has_ids ? map_userns(&nurse, order.base, order.count) : -1;
     int nursed = order.has_ids ? (int)syscall(SYS_pidfd_open, nurse.pid, 0) : -1;
     if (order.has_ids && nursed < 0) fail("open the nurse of the namespaces");
-    for (uint32_t i = 0; i < order.lowers; i++) lowers[i] = clone_mount(fds[2 + i], "", userns);
+    for (uint32_t i = 0; i < order.lowers; i++) lowers[i] = clone_mount(fds[1 + i], "", userns);
     int upper = make_upper(&order.upper, userns);
     int overlay = overlay_by_descriptors(lowers, (int)order.lowers, upper, order.base, true);
     int kept = keep_upper(upper);
     struct prepared prepared = {
-        .order = &order, .overlay = overlay, .upper = kept, .listener = fds[1], .nurse = nursed, .nurse_told = nurse.told, .empty_namespace = empty_namespace,
+        .order = &order, .overlay = overlay, .upper = kept, .listener = listener, .nurse = nursed, .nurse_told = nurse.told, .empty_namespace = empty_namespace,
         .empty_directory = empty_directory, .nodes = chosen, .groups = groups,
     };
     int ends[2], pidfd = -1;
