@@ -157,6 +157,7 @@ class PackedLayer(LayerRef, frozen=True, kw_only=True, omit_defaults=True):
     bytes: int = 0  # in regular files
     scrubbed: int = 0  # names left out, each with all that was in it
     frozen_ms: float = 0.0  # how long the sandbox stood still
+    processes: int = 0  # bytes on disk of the images of its processes, where they were asked for
 
 
 class Worker(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -204,7 +205,7 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A state of a sandbox from which others begin. Its id is shaped as a sandbox's, and names the node that keeps it."""
 
     id: str
-    kind: str = "disk"  # its files. "memory" (processes as well) is refused so far
+    kind: str = "disk"  # its files; "memory": its processes as well
     name: str = ""  # for people
     sandbox: str  # that it was taken of
     parent: str = ""  # the checkpoint that its sandbox had begun from
@@ -213,6 +214,7 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     spec: SandboxSpec  # of the sandbox when it was taken
     layers: tuple[LayerRef, ...] = ()  # topmost first: what the sandbox had changed, then what it stood on
     size: int = 0  # bytes of the topmost: what this checkpoint takes on disk; the others are shared
+    processes: int = 0  # bytes on disk of what its processes were; shared by all that begin from it
     entries: int = 0
     frozen_ms: float = 0.0  # how long the sandbox stood still
     created_ts: float = 0.0

@@ -79,15 +79,15 @@ class Checkpoints:
         if request.kind == "memory" and not able.snapshot:
             why = able.missing.get("snapshot", "this backend cannot")
             raise Unsupported(
-                f"this node cannot keep processes: {why}",
+                f"its node cannot keep processes: {why}",
                 field="kind",
                 value="memory",
                 sandbox=sandbox.id,
                 reason="snapshot",
                 fix='use "disk"',
             )
-        if request.kind != "disk":
-            raise InvalidRequest("not a kind of checkpoint", field="kind", value=request.kind, fix='use "disk"')
+        if request.kind not in ("disk", "memory"):
+            raise InvalidRequest("not a kind of checkpoint", field="kind", value=request.kind, fix='use "disk" or "memory"')
         if not able.fork:
             why = able.missing.get("fork", "this backend cannot")
             raise Unsupported(f"cannot keep its state: {why}", field="backend", value=able.name, sandbox=sandbox.id, reason="fork")
@@ -116,11 +116,13 @@ class Checkpoints:
     async def _make(self, sandbox: Sandbox, sid: str, request: CheckpointRequest, deadline: float | None) -> Checkpoint:
         record = sandbox.record
         name = self._prefix + request.ulid
-        order = PackOrder(name=name, whole=True, max_entries=request.max_entries, max_bytes=request.max_bytes)
         spec = record.spec
+        processes = self.edge.host.planner(spec).processes(name) if request.kind == "memory" else ""
+        order = PackOrder(name=name, whole=True, max_entries=request.max_entries, max_bytes=request.max_bytes, processes=processes)
         layer = await sandbox.pack_diff(request.ulid, order, deadline)
         checkpoint = Checkpoint(
             id=sid,
+            kind=request.kind,
             name=request.name,
             sandbox=sandbox.id,
             parent=spec.checkpoint,
@@ -129,6 +131,7 @@ class Checkpoints:
             spec=spec,
             layers=(LayerRef(name=name, digest=layer.digest), *record.layers),
             size=layer.size,
+            processes=layer.processes,
             entries=layer.entries,
             frozen_ms=layer.frozen_ms,
             created_ts=time.time(),
@@ -142,11 +145,11 @@ class Checkpoints:
             raise
         faults.reached("capture.kept")
         self.known[sid] = checkpoint
+        if request.keep_ms:
+            self._until[sid] = time.monotonic() + request.keep_ms / 1000
         self.edge.changed(sandbox, "checkpointed", {"checkpoint": sid, "name": request.name, "digest": layer.digest, "size": layer.size})
         return checkpoint
 
-        if request.keep_ms:
-            self._until[sid] = time.monotonic() + request.keep_ms / 1000
     # ------------------------------------------------------------------ standing on one
     async def resolve(self, spec: SandboxSpec, principal: str, project: str) -> Resolved:
         """The layers of a sandbox that begins from one. Raises `NotFound`."""
@@ -155,7 +158,12 @@ class Checkpoints:
             raise NotFound("no such checkpoint", field="checkpoint", value=spec.checkpoint, fix="see `dsec tree`")
         if spec.backend != checkpoint.spec.backend:
             raise InvalidRequest("the checkpoint is another backend's", field="backend", value=spec.backend, fix=checkpoint.spec.backend)
-        return await self.edge.host.planner(spec).stand(spec, checkpoint.layers)
+        planner = self.edge.host.planner(spec)
+        resolved = await planner.stand(spec, checkpoint.layers)
+        if checkpoint.kind == "memory":
+            name = self._prefix + SandboxId.parse(checkpoint.id).ulid
+            return msgspec.structs.replace(resolved, processes=planner.processes(name))
+        return resolved
 
     # ------------------------------------------------------------------ going
     async def drop(self, checkpoint: Checkpoint) -> None:
@@ -164,6 +172,7 @@ class Checkpoints:
         await self.edge.store.put_checkpoint(SandboxId.parse(loose.id).ulid, msgspec.msgpack.encode(loose))
         if loose.id in self.known:
             self.known[loose.id] = loose
+            self._until.pop(loose.id, None)
 
     def _unreachable(self) -> list[Checkpoint]:
         now = time.monotonic()
@@ -172,7 +181,6 @@ class Checkpoints:
         reached: set[str] = set()
         while roots:
             sid = roots.pop()
-            self._until.pop(loose.id, None)
             checkpoint = self.known.get(sid)
             if checkpoint is not None and sid not in reached:
                 reached.add(sid)
@@ -192,6 +200,7 @@ class Checkpoints:
             if gone:
                 for each in gone:  # at once: nobody may begin from them any more
                     del self.known[each.id]
+                    self._until.pop(each.id, None)
                 try:
                     await self.edge.store.drop_checkpoints([SandboxId.parse(each.id).ulid for each in gone])
                 except NodeError as error:
@@ -200,7 +209,6 @@ class Checkpoints:
                     return
                 faults.reached("capture.dropped")
                 for each in gone:
-                    self._until.pop(each.id, None)
                     if (planner := self.edge.host.planners.get(each.spec.backend)) is not None:
                         self._freeing[self._prefix + SandboxId.parse(each.id).ulid] = planner
             if time.monotonic() < self._free_at and not last:

@@ -40,6 +40,7 @@ class Resolved(msgspec.Struct, frozen=True):
 
     refs: tuple[LayerRef, ...]
     configs: tuple[LayerConfig | None, ...] = ()
+    processes: str = ""  # where images of processes are, with which it begins
 
 
 class Planner(Protocol):
@@ -73,13 +74,17 @@ class Planner(Protocol):
         """As `resolve`, on these layers whatever the spec's names mean now."""
         ...
 
+    def processes(self, name: str) -> str:
+        """Where images of processes are that belong to the layer of that name; there need not be any."""
+        ...
+
     async def named(self, prefix: str) -> tuple[str, ...]:
-        """Names of this node's layers that begin so."""
+        """Names of this node's layers and images of processes that begin so."""
         ...
 
     async def forget(self, name: str, prefix: str) -> bool:
-        """Take a layer's name away, and free the layer unless somebody wants it under another; False while it is mounted, or while
-        another one of ``prefix`` was made on it."""
+        """Take a layer's name away, and free the layer unless somebody wants it under another, and its images of processes; False while it
+        is mounted, or while another one of ``prefix`` was made on it."""
         ...
 
 
@@ -107,6 +112,9 @@ class FakePlanner:
 
     async def stand(self, spec: SandboxSpec, refs: tuple[LayerRef, ...]) -> Resolved:  # noqa: ARG002
         return Resolved(refs)
+
+    def processes(self, name: str) -> str:
+        raise Unsupported(self.backend.capabilities.missing["snapshot"], field="checkpoint", value=name, reason="snapshot")
 
     async def named(self, prefix: str) -> tuple[str, ...]:
         return tuple(name for name in self.backend.world.names if name.startswith(prefix))
@@ -167,11 +175,19 @@ class LayerPlanner:
 
         return await self._held(find)
 
+    def processes(self, name: str) -> str:
+        return self._container.snapshots.place(name)
+
     async def named(self, prefix: str) -> tuple[str, ...]:
-        return tuple(name for info in await self.layers.store.list() for name in info.names if name.startswith(prefix))
+        names = {name for info in await self.layers.store.list() for name in info.names}
+        names |= await asyncio.to_thread(self._container.snapshots.names)
+        return tuple(name for name in names if name.startswith(prefix))
 
     async def forget(self, name: str, prefix: str) -> bool:
-        return await forget(self.layers.store, name, prefix, self._container.drop_layer)
+        if not await forget(self.layers.store, name, prefix, self._container.drop_layer):
+            return False
+        await asyncio.to_thread(self._container.snapshots.forget, name)
+        return True
 
     async def _known(self, refs: tuple[LayerRef, ...]) -> Resolved:
         for ref in refs:
@@ -351,7 +367,8 @@ class Host:
     def plan(self, spec: SandboxSpec, sandbox: SandboxId, slot: int, resolved: Resolved) -> LaunchPlan:
         """See `make_plan`; raises what it raises."""
         configs: Sequence[LayerConfig | None] = resolved.configs
-        return make_plan(spec, id=sandbox, slot=slot, refs=resolved.refs, node=self.planner(spec).node, layer_configs=configs)
+        plan = make_plan(spec, id=sandbox, slot=slot, refs=resolved.refs, node=self.planner(spec).node, layer_configs=configs)
+        return msgspec.structs.replace(plan, processes=resolved.processes) if resolved.processes else plan
 
     @property
     def backends(self) -> Mapping[str, Backend]:

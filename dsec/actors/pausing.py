@@ -32,8 +32,7 @@ async def pause(sandbox: Sandbox, deadline: float | None, idle: bool) -> Paused:
         return Paused(note="it is in use")
     sandbox.feed(On.PAUSE)
     faults.reached("pause.asked")
-    _wake_polls(sandbox)
-    await _quiesce(sandbox)
+    await quiet(sandbox)
     faults.reached("pause.quiet")
     if sandbox.within(State.STOPPING, State.STOPPED):
         raise sandbox.gone()
@@ -104,6 +103,12 @@ async def outcome(sandbox: Sandbox, op: str, wait: float) -> OpStatus:
                     await sandbox.changed(end)
                 except DeadlineExceeded:
                     return OpStatus(op=op, running=True)
+
+
+async def quiet(sandbox: Sandbox) -> None:
+    """Nobody waits for its agent: before it stands still, and before its connections are closed."""
+    _wake_polls(sandbox)
+    await _quiesce(sandbox)
 
 
 def _wake_polls(sandbox: Sandbox) -> None:

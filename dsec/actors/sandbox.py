@@ -381,6 +381,8 @@ class Sandbox:
             if origin is State.RUNNING:  # an Edge that finds it in capturing thaws it
                 await self.keeper.store.update(self.write())
             faults.reached("capture.recorded")
+            if order.processes:
+                await pausing.quiet(self)
             layer = await instance.pack_diff(order, origin is State.PAUSED, lambda: self.feed(On.CAPTURED))
             faults.reached("capture.packed")
         except Broken as error:

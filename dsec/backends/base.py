@@ -90,6 +90,7 @@ class LaunchPlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     masked: tuple[str, ...] = ()
     readonly: tuple[str, ...] = ()
     degraded: tuple[str, ...] = ()  # what this node cannot enforce of what was asked
+    processes: str = ""  # a directory of images: what runs in it begins there, and not with a fresh agent
 
 
 class PackOrder(msgspec.Struct, frozen=True, kw_only=True):
@@ -102,6 +103,7 @@ class PackOrder(msgspec.Struct, frozen=True, kw_only=True):
     max_bytes: int = 16 << 30
     image: ImageConfig | None = None  # make it an image of its own: it brings the layers below along
     whole: bool = False  # for a checkpoint: nothing is left out but what the node itself put there
+    processes: str = ""  # a directory that is made for images of its processes, of the same moment; where `Capabilities.snapshot`
 
 
 class Chunk(msgspec.Struct, frozen=True):

@@ -21,8 +21,9 @@ import msgspec
 import structlog
 
 from dsec import faults, syscalls, trees
-from dsec.backends import criu, disk, frame, orphans, runtime
+from dsec.backends import disk, frame, orphans, runtime
 from dsec.backends.base import Capabilities, LaunchPlan, Undone
+from dsec.backends.capture import forget_sockets
 from dsec.backends.driver import Driver, Place, Site
 from dsec.backends.drivers import make_driver, settle
 from dsec.backends.guest.link import Link
@@ -32,6 +33,7 @@ from dsec.backends.network import OpenNetwork
 from dsec.backends.pack import Shelf
 from dsec.backends.pause import Pauser
 from dsec.backends.plan import MASKED, Node, memory_bytes
+from dsec.backends.snapshots import Snapshots
 from dsec.config import NetworkConfig, PauseConfig
 from dsec.errors import DsecError, NodeError, Unavailable
 from dsec.layers.mounts import LayerMount
@@ -108,6 +110,7 @@ class ContainerBackend:
         self._disks = disk.Disks(state, options.disk, options.disk_store_bytes)
         self._closed = False
         self.site = Site(self._holder, self.network)
+        self.snapshots = Snapshots(self.site, state)
         self.driver: Driver
         self.pauser: Pauser
 
@@ -151,16 +154,15 @@ class ContainerBackend:
     async def _equip(self, opts: Options, root: str, userns: bool, why: str) -> None:
         """Programs, holder, and what this node can do."""
         self._launcher, self._guest = await asyncio.to_thread(runtime.programs, opts.launcher, opts.guest)
+        self.site.launcher = self._launcher
         await asyncio.to_thread(self._disks.look, userns)
         self.disk_place = self._disks.measured
         self.site.cgroup_v2 = self._cgroups.version == 2
         await self._ensure_holder()
         self.driver, no_native = settle(self.driver, self.site, opts.runtime)
-        missing: dict[str, str] = {"snapshot": (await asyncio.to_thread(criu.look))[1]}
-        if self.pauser.missing:
-            missing["reclaim"] = self.pauser.missing
-        if no_native:
-            missing["driver=native"] = no_native
+        await asyncio.to_thread(self.snapshots.look, self.driver, userns=userns)
+        troubles = {"snapshot": self.snapshots.missing, "reclaim": self.pauser.missing, "driver=native": no_native}
+        missing = {name: trouble for name, trouble in troubles.items() if trouble}
         if not userns:
             missing["userns"] = why
             if self._cgroups.version == 2:
@@ -184,6 +186,7 @@ class ContainerBackend:
             name=self.kind,
             driver=self.driver.name,
             pause=True,
+            snapshot=not self.snapshots.missing,
             pack_diff=True,
             fork=True,
             tty=True,
@@ -326,12 +329,13 @@ class ContainerBackend:
     async def _launch(self, plan: LaunchPlan) -> ContainerInstance:
         try:
             await self.prepare(plan)
+            driver = self.snapshots.driver(plan, self.driver)
             self._ends[plan.ulid] = End()
             try:
-                place = await self._place(plan)
+                place = await self._place(plan, driver)
                 faults.reached("create.made")
                 try:
-                    pid = await self.driver.start(plan, place)
+                    pid = await driver.start(plan, place)
                     faults.reached("create.started")
                 finally:
                     if place.listener is not None:
@@ -342,7 +346,7 @@ class ContainerBackend:
                 return instance
             except BaseException as error:
                 self._instances.pop(plan.ulid, None)
-                detail = await self.driver.detail(plan) if not isinstance(error, asyncio.CancelledError) else ""
+                detail = await driver.detail(plan) if not isinstance(error, asyncio.CancelledError) else ""
                 await self.release(plan.ulid)
                 if isinstance(error, Exception):
                     raise Undone(f"launch failed: {error}{detail}", sandbox=plan.id, reason=getattr(error, "reason", "")) from error
@@ -350,25 +354,25 @@ class ContainerBackend:
         finally:
             self._launching.discard(plan.ulid)
 
-    async def _place(self, plan: LaunchPlan) -> Place:
+    async def _place(self, plan: LaunchPlan, driver: Driver) -> Place:
         """Everything on disk and in cgroupfs that the launch needs, but for what the driver makes."""
         asked = plan.resources
         limits = Limits(memory=memory_bytes(plan), cpus=asked.cpus, pids=asked.pids, idle=plan.qos is Qos.BE)
-        if not self.driver.makes_place:
-            return await self._in(self._makers, self._make, plan, limits)
+        if not driver.makes_place:
+            return await self._in(self._makers, self._make, plan, driver, limits)
         if plan.disk_mode != "tmpfs" or plan.wiring is not None:
-            await self._in(self._makers, self._make_directory, plan)
+            await self._in(self._makers, self._make_directory, plan, driver)
         return Place(self._cgroups.order(plan.ulid, limits), self.socket_path(plan.ulid), None)
 
-    def _make_directory(self, plan: LaunchPlan) -> None:
+    def _make_directory(self, plan: LaunchPlan, driver: Driver) -> None:
         os.makedirs(plan.state_dir, mode=0o700, exist_ok=True)
         self._disks.make(plan)
         self.network.write_layer(plan)
-        self.driver.make(plan)
+        driver.make(plan)
 
-    def _make(self, plan: LaunchPlan, limits: Limits) -> Place:
+    def _make(self, plan: LaunchPlan, driver: Driver, limits: Limits) -> Place:
         """In a thread. The listening socket is left in no tree."""
-        self._make_directory(plan)
+        self._make_directory(plan, driver)
         groups, path = self._cgroups.create(plan.ulid, limits), self.socket_path(plan.ulid)
         return Place(groups, path, runtime.listen_at(path))
 
@@ -459,8 +463,7 @@ class ContainerBackend:
                 raise NodeError("processes are still in the sandbox's cgroup", sandbox=ulid, reason="cgroup")
             time.sleep(0.002)
         self._cgroups.destroy(ulid)
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(self.socket_path(ulid))
+        forget_sockets(self.socket_path(ulid))
         box = f"{self._sandboxes}/{ulid}"
         try:
             self._disks.remove(ulid, box)

@@ -25,6 +25,7 @@ class Site:
         self.holder = holder
         self.network = network
         self.root = self.prefix = ""  # where roots and layers are attached in the holder's namespace
+        self.launcher = ""  # the launcher's program
         self.zygotes = False  # the holder that serves may be of an earlier version
         self.by_paths = False  # overlays by paths, not by descriptors: the holder knows what its kernel can
         self.cgroup_v2 = False
@@ -86,3 +87,20 @@ def upper_path(plan: LaunchPlan) -> str:
     if plan.disk_mode == "btrfs":
         return f"{os.path.dirname(os.path.dirname(plan.state_dir))}/disks/{plan.ulid}"
     return f"{plan.state_dir}/disk"
+
+
+def launcher_options(site: Site, plan: LaunchPlan, groups: tuple[str, ...]) -> list[str]:
+    """What the launcher (launch.c) is told of a plan besides its layers and where the root is."""
+    if plan.disk_mode == "tmpfs":
+        argv = ["-v", "-t", f"{plan.resources.disk}:{plan.resources.inodes}"]
+    else:
+        argv = ["-v", "-b" if plan.disk_mode == "loop" else "-d", upper_path(plan)]
+    if plan.idmap is not None:
+        argv += ["-u", f"{plan.idmap.base}:{plan.idmap.count}"]
+        if plan.disk_mode not in site.mappable:
+            argv.append("-o")
+    if site.by_paths:
+        argv += ["-p", site.prefix]
+    for path in groups:
+        argv += ["-g", path]
+    return argv

@@ -8,9 +8,11 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from dsec.backends.base import LaunchPlan, PackOrder
 from dsec.backends.pack import pack_upper
-from dsec.errors import NodeError
+from dsec.errors import NodeError, Unsupported
 from dsec.model import Exit, ExitReason, PackedLayer, Paused, Usage
 
 if TYPE_CHECKING:
@@ -113,15 +115,38 @@ class ContainerInstance:
 
     async def pack_diff(self, order: PackOrder, paused: bool, thawed: Callable[[], object], /) -> PackedLayer:
         backend, plan = self._backend, self.plan
-        return await pack_upper(
+        pack = functools.partial(
+            pack_upper,
             self,
             backend.layers,
             order,
             paused=paused,
-            thawed=thawed,
             freeze=functools.partial(backend.pauser.freeze, plan.ulid),
             find_init=functools.partial(backend.find_init, plan),
         )
+        if not order.processes:
+            return await pack(thawed=thawed)
+        if paused:
+            raise Unsupported("the processes of a paused sandbox cannot be kept", sandbox=self.id, reason="paused", fix="resume it first")
+        path = backend.socket_path(plan.ulid)
+        generation, freezer = backend.options.generation, backend.pauser.place(plan.ulid)
+        capture = backend.snapshots.capture(order.processes, plan, self.pid, path, generation, freezer)
+
+        def runs() -> None:
+            self.link.let_go()
+            thawed()
+
+        self.link.hold()
+        try:
+            await capture.prepare()
+            packed = await pack(thawed=runs, still=capture.dump)
+            await capture.keep()
+            return msgspec.structs.replace(packed, processes=capture.size)
+        except BaseException:
+            await asyncio.shield(capture.discard())
+            raise
+        finally:
+            self.link.let_go()
 
     async def usage(self) -> Usage:
         return await self._backend.usage(self.plan)

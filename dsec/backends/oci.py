@@ -11,7 +11,7 @@ import msgspec
 
 from dsec.backends import runtime
 from dsec.backends.base import LaunchPlan
-from dsec.backends.driver import LAUNCH_TIMEOUT, Place, Site, launch_env, upper_path
+from dsec.backends.driver import LAUNCH_TIMEOUT, Place, Site, launch_env, launcher_options
 from dsec.backends.network import TOP
 from dsec.backends.pack import UPPER_FD
 from dsec.backends.render import GUEST_PATH, guest_options, render
@@ -48,17 +48,8 @@ class OciDriver:
             file.write(msgspec.json.encode(config))
 
     def options(self, plan: LaunchPlan, groups: tuple[str, ...]) -> list[str]:
-        """What the launcher (launch.c) is told besides its layers and where the root is."""
-        argv = [*_upper(plan)]
-        if plan.idmap is not None:
-            argv += ["-u", f"{plan.idmap.base}:{plan.idmap.count}", *(["-j"] if self._is_crun else [])]
-        if self.site.by_paths:
-            argv += ["-p", self.site.prefix]
-        if plan.idmap is not None and plan.disk_mode not in self.site.mappable:
-            argv.append("-o")
-        for path in groups:
-            argv += ["-g", path]
-        return argv
+        """What the launcher is told besides its layers and where the root is."""
+        return [*launcher_options(self.site, plan, groups), *(["-j"] if plan.idmap is not None and self._is_crun else [])]
 
     async def start(self, plan: LaunchPlan, place: Place) -> int:
         assert place.listener is not None
@@ -90,9 +81,3 @@ class OciDriver:
                 text = (await file.read()).strip()
             return f": {text[-500:]}" if text else ""
         return ""
-
-
-def _upper(plan: LaunchPlan) -> tuple[str, ...]:
-    if plan.disk_mode == "tmpfs":
-        return "-v", "-t", f"{plan.resources.disk}:{plan.resources.inodes}"
-    return "-v", ("-b" if plan.disk_mode == "loop" else "-d"), upper_path(plan)

@@ -50,8 +50,10 @@ async def pack_upper(
     thawed: Callable[[], object],
     freeze: Callable[[bool], Awaitable[None]],
     find_init: Callable[[], int],
+    still: Callable[[], Awaitable[None]] | None = None,
 ) -> PackedLayer:
-    """See `Instance.pack_diff`. ``find_init`` answers the pid of the sandbox's init by its cgroup, 0 when it has ended (blocking)."""
+    """See `Instance.pack_diff`. ``find_init`` answers the pid of the sandbox's init by its cgroup, 0 when it has ended (blocking).
+    ``still`` is done first while it stands still."""
     check_name(order.name)
     scrub = diff.compile_globs((*order.scrub, *(diff.OWN if order.whole else diff.SCRUB)))
     plan = instance.plan
@@ -66,6 +68,8 @@ async def pack_upper(
             stop = threading.Event()
             try:
                 async with _standing_still(instance.id, paused, freeze):
+                    if still is not None:
+                        await still()
                     faults.reached("capture.frozen")
                     loop, read = asyncio.get_running_loop(), asyncio.Event()
                     job = tools.in_thread(

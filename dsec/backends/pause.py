@@ -147,6 +147,10 @@ class Pauser:
         with _undone(ulid):
             await self._in(self._freezers, self._groups.freeze, ulid, on)
 
+    def place(self, ulid: str) -> str:
+        """The directory of the group by which it is made to stand still."""
+        return self._groups.path("freezer", ulid)
+
     async def _in(self, pool: ThreadPoolExecutor, function: Callable[..., T], *args: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(pool, functools.partial(function, *args))
 

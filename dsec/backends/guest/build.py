@@ -31,12 +31,15 @@ PROGRAMS: dict[str, str] = {
     "aether": "src",
     "launcher": "../launcher",
     "oci": "../wrapper",
+    "shim": "../shim",
 }
 FLAGS = (
     *("-std=gnu11", "-Os", "-static", "-s"),
     *("-Wall", "-Wextra", "-Werror"),
     *("-fno-asynchronous-unwind-tables", "-ffunction-sections", "-Wl,--gc-sections"),
 )
+# What is loaded into a program of another C library, and so stands on none.
+LIBRARIES = {"shim": (*("-std=gnu11", "-Os", "-shared", "-fPIC", "-nostdlib", "-s"), *("-Wall", "-Wextra", "-Werror"))}
 
 
 class BuildError(RuntimeError):
@@ -70,7 +73,7 @@ def _compiler(arch: str) -> tuple[str, ...]:
 
 
 def _hash(program: str, arch: str, extra: tuple[str, ...]) -> str:
-    digest = hashlib.sha256(" ".join((program, arch, *FLAGS, *extra)).encode())
+    digest = hashlib.sha256(" ".join((program, arch, *LIBRARIES.get(program, FLAGS), *extra)).encode())
     for group in _sources(program):
         for path in group:
             digest.update(path.name.encode() + b"\0" + path.read_bytes())
@@ -91,7 +94,7 @@ def build(arch: str, out: Path, program: str = "aether", extra: tuple[str, ...] 
     sources, _ = _sources(program)
     if not sources:
         raise BuildError(f"{program}: no C sources in {GUEST / PROGRAMS[program]}")
-    return compile_files(arch, out, sources, (*FLAGS, *extra))
+    return compile_files(arch, out, sources, (*LIBRARIES.get(program, FLAGS), *extra))
 
 
 def compile_files(arch: str, out: Path, sources: Sequence[Path], flags: Sequence[str]) -> Path:

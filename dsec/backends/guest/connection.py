@@ -143,6 +143,7 @@ class Connection:
         self.silence = silence
         self._frozen = frozen
         self._known = False  # it has answered once: before that it may still be starting
+        self._held: asyncio.Event | None = None
 
     async def reach(self) -> None:
         """Until the agent has answered; raises what any request would."""
@@ -169,6 +170,19 @@ class Connection:
         channel = self._channel
         return channel is not None and not channel.busy and now - self._used >= self.idle_seconds
 
+    def hold(self) -> None:
+        """Hang up, and let requests wait until `let_go`."""
+        self._held = self._held or asyncio.Event()
+        if self._connecting is not None:
+            self._connecting.cancel()
+            self._connecting = None
+        self.hang_up()
+
+    def let_go(self) -> None:
+        if self._held is not None:
+            self._held.set()
+            self._held = None
+
     def hang_up(self) -> None:
         channel, self._channel = self._channel, None
         if channel is not None:
@@ -177,6 +191,8 @@ class Connection:
     # ---- inside
 
     async def _open(self) -> Channel:
+        while self._held is not None:
+            await self._held.wait()
         channel = self._channel
         if channel is not None and not channel.closed:
             return channel
@@ -188,6 +204,8 @@ class Connection:
         except asyncio.CancelledError:
             current = asyncio.current_task()
             if task.cancelled() and current is not None and not current.cancelling():
+                if self._held is not None:
+                    return await self._open()
                 raise self._lost() from None  # closed while it was being opened
             raise
         finally:

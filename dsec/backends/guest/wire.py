@@ -27,7 +27,7 @@ reader holds the streams (the command waits for it); the others and those with `
 | ACCEPTED | <- | u64: offset up to which stdin took bytes; the node sends again from there |
 | SIGNAL | -> | op, u32 signum, u8 tree |
 | RESIZE | -> | op, u16 rows, u16 cols |
-| OK | <- | empty: done (SIGNAL, RESIZE, STOP) |
+| OK | <- | empty: done (SIGNAL, RESIZE, STOP, LISTEN) |
 | OPS | both | ->: empty; <-: u32 n, n x status |
 | | | START with SERVICE: argv[0] names a service of the guest's own (``dsec:connect tcp PORT``, ``dsec:connect unix PATH``, ``dsec:pack``,
 ``dsec:unpack``, ``dsec:watch``); stdin, output, credit and signals are as a command's. One whose reader stays away for 10 s is ended |
@@ -36,6 +36,8 @@ text user, data |
 | FILE | <- | u8 flags (1 end), u32 written, u32 n, n x stat, data |
 | ERROR | <- | u16 code, u32 errno (0 none), text field, text message |
 | STOP | -> | empty: kill everything in the pid namespace and exit |
+| LISTEN | -> | empty; a listening socket comes along (SCM_RIGHTS). Answered by OK; from then on it is called there, and all its connections
+are closed, this one last |
 
 *status*: op, u8 ended, u8 flags (1 timed out, 2 OOM, 4 ended by a signal, 8 session, 16 terminal, 32 run), u16 0,
 i32 exit code or signal (-1 while running), u32 pid, u64 microseconds, u64 stdout total, u64 stderr total.
@@ -103,6 +105,7 @@ class Type(enum.IntEnum):
     FILE = 18
     ERROR = 19
     STOP = 20
+    LISTEN = 21
 
 
 class Code(enum.IntEnum):

@@ -47,9 +47,24 @@ static void filter(const struct order *order) {
     if (syscall(SYS_seccomp, SECCOMP_SET_MODE_FILTER, 0, &program)) fail("load the seccomp filter");
 }
 
-void take_away(const struct order *order) {
-    /* A session keyring of its own: the one that it inherited is the node's. */
+void forget_keys(void) {
     if (syscall(SYS_keyctl, KEYCTL_JOIN_SESSION_KEYRING, NULL) < 0 && errno != ENOSYS) fail("make a session keyring");
+}
+
+/* Whoever makes a user namespace owns it, and pays for what it uses of the kernel's tables; its owner may do everything in it. */
+void become_owner(uint32_t id) {
+    struct __user_cap_header_struct header = {_LINUX_CAPABILITY_VERSION_3, 0};
+    struct __user_cap_data_struct data[2];
+    if (prctl(PR_SET_KEEPCAPS, 1, 0, 0, 0) || syscall(SYS_setresuid, id, id, id) || syscall(SYS_capget, &header, data)) fail("become %u", id);
+    for (int half = 0; half < 2; half++) data[half].effective = data[half].inheritable = data[half].permitted;
+    if (syscall(SYS_capset, &header, data)) fail("keep the capabilities");
+    for (int capability = 0; capability < 64; capability++)
+        if (data[capability / 32].permitted >> capability % 32 & 1 && prctl(PR_CAP_AMBIENT, PR_CAP_AMBIENT_RAISE, capability, 0, 0))
+            fail("hand on capability %d", capability);
+}
+
+void take_away(const struct order *order) {
+    forget_keys();
     limit(order);
     drop_capabilities(order->caps);
     if (order->no_new_privs && prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)) fail("set no_new_privs");

@@ -12,6 +12,8 @@
  *     -r ROOT        where the root is attached, an existing directory
  *     -p PREFIX      mount the overlay by paths PREFIX0, PREFIX1 ... (existing directories) instead of by descriptors
  *     -x             the descriptor after the lowers is the runtime's program; its path is used where that cannot be executed
+ *     -c NAME        the command is CRIU: it gets the id BASE, which is to own the user namespace that it makes, and what it does not make:
+ *                    a session keyring, and namespaces of cgroups, of System V objects and of this host name
  *     -g FILE        a cgroup to join by writing 0 to this file (v1: tasks, v2: cgroup.procs); may be repeated
  *
  * Descriptor 3 is the sandbox's listening socket and goes on to the runtime; 4 is the status pipe: one line that says what
@@ -84,12 +86,12 @@ static void overlay_by_paths(const char *prefix, const char *root, int upper, ui
 
 int launch_main(int argc, char **argv) {
     unsigned base = 0, count = 0;
-    const char *size = 0, *directory = 0, *device = 0, *root = 0, *prefix = 0;
+    const char *size = 0, *directory = 0, *device = 0, *root = 0, *prefix = 0, *restored = 0;
     char *inodes = 0;
     int descriptors = 0, join = 0, own = 0, is_volatile = 0, program = -1, option;
     on_failure = tell_and_end;
     fcntl(STATUS_FD, F_SETFD, FD_CLOEXEC);
-    while ((option = getopt(argc, argv, "+l:u:jt:d:b:ovxr:p:g:")) != -1) switch (option) {
+    while ((option = getopt(argc, argv, "+l:u:jt:d:b:ovxc:r:p:g:")) != -1) switch (option) {
         case 'l': descriptors = atoi(optarg); break;
         case 'u':
             if (sscanf(optarg, "%u:%u", &base, &count) != 2) errno = EINVAL, fail("-u %s", optarg);
@@ -103,6 +105,7 @@ int launch_main(int argc, char **argv) {
         case 'd': directory = optarg; break;
         case 'j': join = 1; break;
         case 'o': own = 1; break;
+        case 'c': restored = optarg; break;
         case 'v': is_volatile = 1; break;
         case 'x': program = 0; break;
         case 'b': device = optarg; break;
@@ -143,6 +146,12 @@ int launch_main(int argc, char **argv) {
 
     /* 0 is the writer itself: in a v1 tasks file that skips the kernel's lock of all thread groups and its grace period. */
     for (int i = 0; i < cgroup_count; i++) write_file(cgroups[i], "0");
+    if (restored) {
+        forget_keys();
+        become_owner(base);
+        if (unshare(CLONE_NEWCGROUP | CLONE_NEWIPC | CLONE_NEWUTS)) fail("make namespaces");
+        if (sethostname(restored, strlen(restored))) fail("set the host name");
+    }
     hand_over(kept);
     if (join && userns >= 0 && dup3(userns, USERNS_FD, 0) < 0) fail("keep the user namespace");
     if (program >= 0) {

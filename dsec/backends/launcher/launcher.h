@@ -1,6 +1,8 @@
-/* What the files of the launcher share. Two programs in one static binary:
+/* What the files of the launcher share. Four programs in one static binary:
  *
- *   launcher [options] -- runtime ...     builds one root and becomes an OCI runtime (launch.c)
+ *   launcher [options] -- runtime ...     builds one root and becomes an OCI runtime, or CRIU (launch.c)
+ *   launcher owner ID INIT program ...    becomes CRIU with the id that owns a sandbox's user namespace (main.c)
+ *   launcher                              CRIU's hook: raises a restored sandbox's loopback interface (main.c)
  *   launcher zygote                       stays, and starts a sandbox for each frame that it is sent (zygote.c)
  *
  * frame.c is pure and fuzzed; root.c makes user namespaces, uppers and overlays; child.c is what happens inside the new
@@ -135,6 +137,8 @@ bool parse_order(const uint8_t *data, size_t size, const char **env, struct orde
 
 /* --- child.c, confine.c */
 
+void raise_loopback(void); /* of the network namespace that this process is in */
+
 struct prepared {
     const struct order *order;
     int overlay, upper, listener, nurse, nurse_told, empty_namespace, empty_directory, news;
@@ -144,6 +148,9 @@ struct prepared {
 
 __attribute__((noreturn)) void become_sandbox(const struct prepared *prepared);
 void take_away(const struct order *order);
+/* Take this id on the node, and keep all capabilities beyond the next exec. */
+void become_owner(uint32_t id);
+void forget_keys(void); /* a session keyring of its own: the one that it inherited is the node's */
 
 /* --- the two programs */
 

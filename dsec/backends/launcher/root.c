@@ -22,7 +22,7 @@ int configure(int context, int command, const char *key, const void *value, int 
     return syscall(SYS_FSCONFIG, context, command, key, value, aux);
 }
 
-static void raise_loopback(void) {
+static void raise_own_loopback(void) {
     struct ifreq request = {.ifr_name = "lo", .ifr_flags = IFF_UP | IFF_RUNNING};
     int fd = socket(AF_INET, SOCK_DGRAM | SOCK_CLOEXEC, 0);
     if (fd < 0 || ioctl(fd, SIOCSIFFLAGS, &request)) _exit(errno);
@@ -40,7 +40,7 @@ __attribute__((noreturn)) static void nurse(int tell, int hear, uint32_t base, i
     if (read(hear, &go, 1) != 1) _exit(0);
     if (others) {
         if (unshare(others)) _exit(errno);
-        if (others & CLONE_NEWNET) raise_loopback();
+        if (others & CLONE_NEWNET) raise_own_loopback();
         if (write(tell, "", 1) != 1) _exit(errno);
     }
     for (;;) pause();
@@ -223,7 +223,8 @@ int overlay_by_descriptors(const int *lowers, int count, int upper, uint32_t mou
 
 int keep_upper(int upper) {
     struct attributes attributes = {.set = ATTR_RDONLY};
-    int kept = openat(upper, "u", O_PATH | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
+    /* Not O_NOFOLLOW, which stays with the descriptor: CRIU opens it anew, by a link in /proc. The name is ours, out of the sandbox's reach. */
+    int kept = openat(upper, "u", O_PATH | O_DIRECTORY | O_CLOEXEC);
     if (kept < 0) fail("open the upper");
     if (syscall(SYS_MOUNT_SETATTR, upper, "", AT_EMPTY_PATH, &attributes, sizeof attributes)) fail("make the upper's view read-only");
     return kept;

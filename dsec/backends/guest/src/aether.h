@@ -40,7 +40,7 @@ enum {
 
 enum frame_type {
     F_HELLO = 1, F_START, F_STATUS, F_WAIT, F_CAPTURE, F_DONE, F_OUTPUT, F_CREDIT, F_CHUNK, F_END, F_DETACH, F_INPUT,
-    F_ACCEPTED, F_SIGNAL, F_OKAY, F_RESIZE, F_OPS, F_FILE, F_ERROR, F_STOP,
+    F_ACCEPTED, F_SIGNAL, F_OKAY, F_RESIZE, F_OPS, F_FILE, F_ERROR, F_STOP, F_LISTEN,
 };
 enum error_code { E_INVALID = 1, E_NOT_FOUND, E_CONFLICT, E_DENIED, E_BUSY, E_SANDBOX, E_STALE, E_UNSUPPORTED, E_REUSED };
 enum start_flag { S_STDIN = 1, S_TTY = 2, S_BACKGROUND = 4, S_STREAM = 8, S_NOTIFY = 16, S_SERVICE = 32, S_SESSION = 64, S_RUN = 128, S_WALL = 256, S_KNOWN = 511, S_SOCKET = 1 << 16, S_DOOR = 1 << 17, S_GUEST = 1 << 18 };
@@ -107,6 +107,7 @@ struct conn {
     size_t in_n, in_cap;
     uint8_t *out;
     size_t out_n, out_at, out_cap;
+    int passed; /* a descriptor that came along and that no request has taken; -1: none */
 };
 
 /* Whom an order to the supervisor is for: the command, all below the supervisor, the command's process group, what the
@@ -167,6 +168,7 @@ struct op {
 /* main.c */
 extern int epoll_fd, listen_fd;
 extern bool is_init;
+bool listen_at(int fd); /* main.c: accept at this socket from now on, and at no other */
 extern const char *default_user, *default_workdir;
 extern uint64_t limit_nofile, limit_fsize; /* of each command; 0: as the agent's own */
 extern char **environ;

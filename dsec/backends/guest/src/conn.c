@@ -24,6 +24,7 @@ static void conn_close(struct conn *c) {
     if (!c->serial) return;
     uint32_t serial = c->serial;
     watch_close(&c->w);
+    if (c->passed >= 0) close(c->passed);
     if (c->in != c->small) free(c->in);
     free(c->out);
     memset(c, 0, sizeof *c);
@@ -51,6 +52,7 @@ void conn_accept(bool trust_any_peer) {
     if (!++last_serial) last_serial = 1;
     c->serial = last_serial;
     c->w = (struct watch){K_CONN, fd, 0};
+    c->passed = -1;
     c->in = c->small;
     c->in_cap = sizeof c->small;
     c->born = now_ms();
@@ -174,6 +176,23 @@ static void stop(struct conn *c, uint32_t request) {
     _exit(0);
 }
 
+/* The node calls at another socket from now on, and nobody is on the line: a checkpoint of these processes holds no end of a connection
+ * of the node's. The asker's own connection ends last: once that is closed the others are. */
+static void move_house(struct conn *c, uint32_t request) {
+    int fd = c->passed, listening = 0;
+    socklen_t size = sizeof listening;
+    c->passed = -1;
+    if (fd < 0 || getsockopt(fd, SOL_SOCKET, SO_ACCEPTCONN, &listening, &size) || !listening || !listen_at(fd)) {
+        if (fd >= 0) close(fd);
+        send_error(c, request, E_INVALID, 0, "listener", "no listening socket came along");
+        return;
+    }
+    send_ok(c, request);
+    for (int i = 0; i < MAX_CONNS; i++)
+        if (conns[i].serial && &conns[i] != c) conn_close(&conns[i]);
+    c->closing = true;
+}
+
 /* False: the connection broke the protocol and ends. */
 static bool dispatch(struct conn *c, const struct header *h, const uint8_t *body) {
     size_t n = h->length;
@@ -207,13 +226,31 @@ static bool dispatch(struct conn *c, const struct header *h, const uint8_t *body
     case F_OPS: op_list(c, request); return true;
     case F_FILE: pool_request(c, request, body, n); return true;
     case F_STOP: stop(c, request); return true;
+    case F_LISTEN: move_house(c, request); return true;
     default: return false;
     }
 }
 
+/* Bytes, and a descriptor that may come along with them: there is room for one, and the kernel closes any other. */
+static ssize_t receive(struct conn *c) {
+    union {
+        char bytes[CMSG_SPACE(sizeof(int))];
+        struct cmsghdr align;
+    } control;
+    struct iovec piece = {c->in + c->in_n, c->in_cap - c->in_n};
+    struct msghdr m = {.msg_iov = &piece, .msg_iovlen = 1, .msg_control = &control, .msg_controllen = sizeof control};
+    ssize_t n = recvmsg(c->w.fd, &m, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
+    struct cmsghdr *h = n < 0 ? NULL : CMSG_FIRSTHDR(&m);
+    if (h && h->cmsg_level == SOL_SOCKET && h->cmsg_type == SCM_RIGHTS && h->cmsg_len == CMSG_LEN(sizeof(int))) {
+        if (c->passed >= 0) close(c->passed);
+        memcpy(&c->passed, CMSG_DATA(h), sizeof(int));
+    }
+    return n;
+}
+
 static bool conn_read(struct conn *c) {
     if (c->in_n == c->in_cap) return false; /* cannot be: room for the frame is made below */
-    ssize_t n = recv(c->w.fd, c->in + c->in_n, c->in_cap - c->in_n, MSG_DONTWAIT);
+    ssize_t n = receive(c);
     if (n <= 0) return n < 0 && (errno == EAGAIN || errno == EINTR);
     c->in_n += (size_t)n;
     size_t at = 0;

@@ -73,7 +73,7 @@ bool parse_header(const uint8_t *p, struct header *h) {
     h->type = rd_u16(&r);
     h->zero = rd_u16(&r);
     h->request = rd_u32(&r);
-    return h->length <= MAX_FRAME && h->type >= F_HELLO && h->type <= F_STOP && h->zero == 0;
+    return h->length <= MAX_FRAME && h->type >= F_HELLO && h->type <= F_LISTEN && h->zero == 0;
 }
 
 bool parse_start(const uint8_t *body, size_t n, struct start *s, const char **field) {

@@ -56,6 +56,18 @@ static void reap(int fd) {
     for (pid_t pid; (pid = waitpid(-1, NULL, WNOHANG)) > 0;) op_reaped(pid); /* who it was is told by the sockets */
 }
 
+static struct watch listener = {.kind = K_LISTEN, .fd = -1};
+
+bool listen_at(int fd) {
+    struct watch next = {.kind = K_LISTEN, .fd = fd};
+    fcntl(fd, F_SETFD, FD_CLOEXEC);
+    fcntl(fd, F_SETFL, O_NONBLOCK);
+    watch_close(&listener);
+    listener = next;
+    listen_fd = fd;
+    return watch_set(&listener, EPOLLIN);
+}
+
 static int usage(void) {
     static const char text[] = "usage: aether --fd N [--upper N] [--user USER] [--workdir DIR] [--nofile N] [--fsize BYTES] [--trust-any-peer]\n";
     return write(2, text, sizeof text - 1) < 0 ? 3 : 2;
@@ -119,8 +131,6 @@ int main(int argc, char **argv) {
     socklen_t size = sizeof listening;
     if (listen_fd < 0 || getsockopt(listen_fd, SOL_SOCKET, SO_ACCEPTCONN, &listening, &size) || !listening) return usage();
     if (!default_workdir[0]) default_workdir = "/";
-    fcntl(listen_fd, F_SETFD, FD_CLOEXEC);
-    fcntl(listen_fd, F_SETFL, O_NONBLOCK);
     is_init = getpid() == 1;
     if (!is_init) prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0);
 
@@ -130,10 +140,9 @@ int main(int argc, char **argv) {
     sigset_t child;
     sigemptyset(&child);
     sigaddset(&child, SIGCHLD);
-    static struct watch signals = {.kind = K_SIGNAL}, listener = {.kind = K_LISTEN};
+    static struct watch signals = {.kind = K_SIGNAL};
     epoll_fd = epoll_create1(EPOLL_CLOEXEC);
     signals.fd = signalfd(-1, &child, SFD_CLOEXEC | SFD_NONBLOCK);
-    listener.fd = listen_fd;
-    if (epoll_fd < 0 || signals.fd < 0 || !watch_set(&signals, EPOLLIN) || !watch_set(&listener, EPOLLIN)) return 4;
+    if (epoll_fd < 0 || signals.fd < 0 || !watch_set(&signals, EPOLLIN) || !listen_at(listen_fd)) return 4;
     loop(&signals, trust_any_peer);
 }

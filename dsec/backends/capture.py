@@ -1,0 +1,225 @@
+"""The processes of a container as images of CRIU, taken while it stands still.
+
+The agent is in the images too, with its table of operations: what was started goes on in a restored sandbox under the same id, and its
+output is there. Before that it moves house: its listening socket was made in the node's network namespace, where CRIU does not look for
+sockets of a sandbox, so it gets one that was made in its own; and all its connections are closed, whose other ends are the node's.
+"""
+
+from __future__ import annotations
+
+import array
+import asyncio
+import contextlib
+import os
+import socket
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from dsec import syscalls, trees
+from dsec.backends import criu
+from dsec.backends.base import Undone
+from dsec.backends.guest import wire
+from dsec.errors import DsecError, NodeError, Unsupported
+from dsec.layers import tools
+
+PATIENCE = 5.0  # seconds for the agent's answer
+TIMEOUT = 300.0  # seconds for CRIU
+DEVICES = frozenset(("null", "zero", "full", "random", "urandom", "tty"))
+
+
+class Tools(msgspec.Struct, frozen=True):
+    """Programs of a capture."""
+
+    criu: str
+    version: str
+    launcher: str
+    shim: str
+
+
+class Capture:
+    """One dump of one sandbox into ``place``, a directory that does not exist yet. ``owner``: the id on the node of its root."""
+
+    def __init__(
+        self, tools: Tools, place: str, *, sandbox: str, init: int, owner: int, socket_path: str, generation: int, freezer: str
+    ) -> None:
+        self.programs, self.place, self.sandbox, self.init, self.owner = tools, place, sandbox, init, owner
+        self._path, self._generation, self._freezer = socket_path, generation, freezer
+        self._listener = 0
+        self._image: criu.Image
+        self.size = 0  # bytes on disk, once it is there
+
+    async def prepare(self) -> None:
+        """While it runs and nobody calls it. Raises `Undone`."""
+        await tools.in_thread(self._prepare)
+
+    async def dump(self) -> None:
+        """While it stands still; it does so again afterwards. Raises `Unsupported` for what these processes hold, and `Undone`."""
+        image = await tools.in_thread(self._look)
+        programs = self.programs
+        argv = criu.dump_command(programs.criu, self.init, self.place, self._freezer, image.upper, image.outside)
+        try:
+            async with asyncio.timeout(TIMEOUT):
+                await tools.run([programs.launcher, "owner", str(self.owner), str(self.init), *argv], env={"LD_PRELOAD": programs.shim})
+        except TimeoutError as error:
+            raise Undone(f"criu did not end within {TIMEOUT:.0f} s", sandbox=self.sandbox, reason="snapshot") from error
+        except NodeError as error:
+            raise await tools.in_thread(self._refusal) from error
+        self._image = image
+
+    async def keep(self) -> None:
+        """Once it may run again: what was written is there after a power cut too."""
+        self.size = await tools.in_thread(self._keep, self._image)
+
+    async def discard(self) -> None:
+        await tools.in_thread(_discard, self.place)
+
+    # ------------------------------------------------------------------ in threads
+    def _prepare(self) -> None:
+        os.makedirs(self.place, mode=0o700)
+        try:
+            self._listener = move_house(self.init, self._path, self._generation)
+        except (OSError, wire.WireError) as error:
+            raise Undone(f"its agent does not take another socket: {error}", sandbox=self.sandbox, reason="snapshot") from error
+
+    def _look(self) -> criu.Image:
+        upper = os.stat(f"/proc/{self.init}/fd/{criu.UPPER_FD}")
+        about = Path(f"/proc/{self.init}/fdinfo/{criu.UPPER_FD}").read_text().split()
+        name = f"file[{int(about[about.index('mnt_id:') + 1]):x}:{upper.st_ino:x}]"
+        outside = {}
+        for place, root in criu.outside_mounts(Path(f"/proc/{self.init}/mountinfo").read_text()):
+            outside[place] = self._kind(place, os.path.basename(root))
+        return criu.Image(listener=self._listener, upper=name, outside=outside, version=self.programs.version)
+
+    def _kind(self, place: str, name: str) -> str:
+        if name in DEVICES and place == f"/dev/{name}":
+            return criu.NODE
+        if place.startswith("/proc/"):
+            return criu.NOTHING if name == "null" else criu.EMPTY
+        raise Unsupported(f"it has a mount at {place} that a restored sandbox cannot have", sandbox=self.sandbox, reason="snapshot")
+
+    def _refusal(self) -> DsecError:
+        log = Path(self.place, criu.DUMP_LOG)
+        why, fix = criu.explain(log.read_text(errors="replace") if log.exists() else "")
+        kind = Unsupported if fix else Undone
+        return kind(f"its processes cannot be kept: {why}", sandbox=self.sandbox, reason="snapshot", fix=fix)
+
+    def _keep(self, image: criu.Image) -> int:
+        Path(self.place, criu.RECORD).write_bytes(msgspec.json.encode(image))
+        total = 0
+        with os.scandir(self.place) as entries:
+            for entry in entries:
+                fd = os.open(entry.path, os.O_RDONLY | os.O_CLOEXEC)
+                try:
+                    os.fchown(fd, 0, 0)
+                    os.fchmod(fd, 0o444)  # nobody reaches them here; the root of what is restored opens them, whatever its id
+                    os.fsync(fd)
+                    total += os.fstat(fd).st_blocks * 512
+                finally:
+                    os.close(fd)
+        for path in (self.place, os.path.dirname(self.place)):
+            fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+        return total
+
+
+def _discard(place: str) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        trees.remove(place)
+
+
+def _in_network_of(pid: int, work: Callable[[], socket.socket]) -> socket.socket:
+    """What ``work`` makes in the network namespace of ``pid``; in a thread that ends, so that no other work of ours is ever in there."""
+    made: list[socket.socket] = []
+    failed: list[OSError] = []
+
+    def inside() -> None:
+        try:
+            fd = os.open(f"/proc/{pid}/ns/net", os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                syscalls.setns(fd, syscalls.CLONE_NEWNET)
+            finally:
+                os.close(fd)
+            made.append(work())
+        except OSError as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=inside, name="dsec-netns")
+    thread.start()
+    thread.join()
+    if failed:
+        raise failed[0]
+    return made[0]
+
+
+def _next(path: str) -> str:
+    """Where the socket that replaces the one at ``path`` is bound at first: a name of the same length, which the kernel limits."""
+    return f"{os.path.dirname(path)}/{os.path.basename(path).upper()}"
+
+
+def forget_sockets(path: str) -> None:
+    """Take the agent's socket away."""
+    for each in (path, _next(path)):
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(each)
+
+
+def move_house(init: int, path: str, generation: int) -> int:
+    """The agent listens at a new socket under the same path, made in the sandbox's own network namespace, and has no connection any more.
+    The socket's inode. Raises `OSError`."""
+    fresh = _next(path)
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(fresh)
+
+    def listen() -> socket.socket:
+        made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        try:
+            made.bind(fresh)
+            os.chmod(fresh, 0o600)
+            made.listen(64)
+        except BaseException:
+            made.close()
+            raise
+        return made
+
+    try:
+        with _in_network_of(init, listen) as listener, socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as call:
+            call.settimeout(PATIENCE)
+            call.connect(path)
+            call.sendall(wire.frame(wire.Type.HELLO, 0, wire.hello(generation)))
+            _expect(call, wire.Type.HELLO)
+            rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [listener.fileno()]))]
+            call.sendmsg([wire.frame(wire.Type.LISTEN, 1, b"")], rights)
+            _expect(call, wire.Type.OK)
+            os.rename(fresh, path)
+            if call.recv(1):
+                raise OSError("it goes on talking")
+            return os.fstat(listener.fileno()).st_ino
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(fresh)
+        raise
+
+
+def _expect(call: socket.socket, wanted: int) -> None:
+    head = _read(call, wire.HEADER.size)
+    length, kind, _ = wire.header(head)
+    body = _read(call, min(length, wire.MAX_FRAME))
+    if kind != wanted:
+        said = wire.decode(kind, body)
+        raise OSError(said.message if isinstance(said, wire.Error) else f"it answered with frame {kind}")
+
+
+def _read(call: socket.socket, size: int) -> bytes:
+    data = b""
+    while len(data) < size:
+        part = call.recv(size - len(data))
+        if not part:
+            raise OSError("it closed the connection")
+        data += part
+    return data

@@ -1,0 +1,91 @@
+"""Whether one backend can keep the processes of its sandboxes and begin sandboxes from them, and with what."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from typing import TYPE_CHECKING
+
+from dsec import trees
+from dsec.backends import criu
+from dsec.backends.capture import Capture, Tools
+from dsec.backends.guest import build
+from dsec.backends.restore import RestoreDriver
+from dsec.errors import Unsupported
+
+if TYPE_CHECKING:
+    from dsec.backends.base import LaunchPlan
+    from dsec.backends.driver import Driver, Site
+
+
+class Snapshots:
+    """``missing`` says why not; "" when it can."""
+
+    def __init__(self, site: Site, state_dir: str) -> None:
+        self._site = site
+        self._place = f"{state_dir}/processes"
+        self._restorer: RestoreDriver | None = None
+        self._tools: Tools | None = None
+        self.missing = "not looked at yet"
+
+    def look(self, driver: Driver, *, userns: bool) -> None:
+        """Blocks while CRIU checks the kernel."""
+        self._restorer, self._tools = None, None
+        try:
+            if driver.name != "native":
+                raise Unsupported(f"processes that {driver.name} started are not kept: only the native launcher's", reason="snapshot")
+            if not userns:
+                raise Unsupported("without user namespaces processes are not kept", reason="snapshot")
+            path, version = criu.find()
+            shim = str(build.ensure(program="shim"))
+        except Unsupported as error:
+            self.missing = error.message
+            return
+        except build.BuildError as error:
+            self.missing = str(error)
+            return
+        self.missing = criu.kernel_trouble(path)
+        if not self.missing:
+            self._tools = Tools(criu=path, version=version, launcher=self._site.launcher, shim=shim)
+            self._restorer = RestoreDriver(self._site, (path, version))
+
+    def driver(self, plan: LaunchPlan, usual: Driver) -> Driver:
+        """What starts this plan. Raises `Unsupported`."""
+        if not plan.processes:
+            return usual
+        if self._restorer is None:
+            raise self._refused(plan)
+        return self._restorer
+
+    def capture(self, place: str, plan: LaunchPlan, init: int, socket_path: str, generation: int, freezer: str) -> Capture:
+        """See `Capture`. Raises `Unsupported`."""
+        if self._tools is None or plan.idmap is None:
+            raise self._refused(plan)
+        return Capture(
+            self._tools,
+            place,
+            sandbox=plan.id,
+            init=init,
+            owner=plan.idmap.base,
+            socket_path=socket_path,
+            generation=generation,
+            freezer=freezer,
+        )
+
+    def place(self, name: str) -> str:
+        """Where the images of a capture lie that has this name."""
+        return f"{self._place}/{name.replace('/', '%')}"
+
+    def names(self) -> frozenset[str]:
+        """Of the captures that have images. Blocks, as the next."""
+        try:
+            return frozenset(name.replace("%", "/") for name in os.listdir(self._place))
+        except FileNotFoundError:
+            return frozenset()
+
+    def forget(self, name: str) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            trees.remove(self.place(name))
+
+    def _refused(self, plan: LaunchPlan) -> Unsupported:
+        return Unsupported(f"this node cannot keep processes: {self.missing}", sandbox=plan.id, reason="snapshot", fix='use "disk"')

@@ -1,0 +1,171 @@
+"""Checkpoints and forks with processes, by CRIU: they go on in each child by themselves, what cannot be kept is refused by its reason, and
+nothing of a capture or a restore that failed is left."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from dsec.actors.up import Cluster
+from dsec.errors import Unsupported
+from libdsec import Client, Sandbox
+from tests.system.small_cluster import client, cluster, sandbox
+from tests.system.test_checkpoint import freed, text
+
+__all__ = ["client", "cluster", "sandbox"]
+pytestmark = [pytest.mark.guest, pytest.mark.needs("root", "cgroup", "guest", "criu"), pytest.mark.asyncio(loop_scope="module")]
+
+# Fills memory with what only it knows, and counts in a file that it opens anew each time.
+COUNTER = """
+import os, time
+held = bytearray(os.urandom(1 << 20) * {mib})
+word = os.urandom(8).hex()
+print(word, flush=True)
+turn = 0
+while True:
+    turn += 1
+    held[turn * 4096 % len(held)] = turn % 256
+    with open("/root/count", "a") as file:
+        file.write(f"{{word}} {{turn}}\\n")
+    time.sleep(0.02)
+"""
+SERVER = """
+import socket
+listener = socket.create_server(("127.0.0.1", 8080))
+print("ready", flush=True)
+while True:
+    peer, _ = listener.accept()
+    peer.sendall(b"here")
+    peer.close()
+"""
+# What a process sees of its walls.
+LOOK = """
+import os
+STATUS = ("CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb", "NoNewPrivs", "Seccomp", "Seccomp_filters", "Groups", "Uid")
+for name in ("status", "cgroup", "limits"):
+    for line in open(f"/proc/self/{name}"):
+        if name != "status" or line.split(":")[0] in STATUS:
+            print(line, end="")
+for line in sorted(open("/proc/self/mountinfo"), key=lambda line: line.split()[4]):
+    print(line.split()[4], line.split()[5].split(",")[0], line.split(" - ")[1].split()[0])
+for path in ("/", "/dev/null", "/dev/pts/ptmx", "/root"):
+    print(path, os.stat(path).st_uid, oct(os.stat(path).st_mode))
+def read(path):
+    return open(path).read()
+def write(path):
+    return open(path, "w").write("x")
+asks = {"/proc/1/fd/3": os.readlink, "/proc/acpi": os.listdir, "/proc/keys": read, "/proc/1/environ": read}
+for path, ask in (asks | dict.fromkeys(("/proc/sys/kernel/hostname", "/proc/sysrq-trigger", "/dev/null"), write)).items():
+    try:
+        print(path, ask(path))
+    except OSError as error:
+        print(error)
+"""
+HELD = """
+import socket, time
+held = socket.create_connection(("127.0.0.1", 8080))
+print("on", flush=True)
+time.sleep(999)
+"""
+CALL = "import socket; print(socket.create_connection(('127.0.0.1', 8080), 5).recv(9).decode())"
+
+
+async def begin(box: Sandbox, program: str) -> str:
+    """Start a program in the background; its first line."""
+    process = box.start(["python3", "-c", program])
+    await process.__aenter__()
+    async for event in process:
+        return event.data.decode().strip()
+    raise AssertionError("it ended")
+
+
+async def last(box: Sandbox) -> tuple[str, int]:
+    word, turn = (await text(box, "tail -n 1 /root/count")).split()
+    return word, int(turn)
+
+
+async def goes_on(box: Sandbox) -> tuple[str, int]:
+    """Until its count has grown; the word it counts with, and where it is."""
+    word, begun = await last(box)
+    async with asyncio.timeout(30):
+        while (now := await last(box))[1] <= begun:  # noqa: ASYNC110 - a process inside tells nobody
+            await asyncio.sleep(0.02)
+    assert now[0] == word
+    return now
+
+
+def images(cluster: Cluster) -> list[Path]:
+    """What is left of captures on the node."""
+    return list(cluster.dir.glob("edges/*/processes/*"))
+
+
+async def test_a_fork_goes_on_in_each_child(cluster: Cluster, client: Client, sandbox: Sandbox) -> None:
+    """Two children count on from where their parent was, each in its own file, under the parent's operation, with names, ids and groups
+    of their own; a disk fork of the same sandbox has no such process; the parent goes on."""
+    word = await begin(sandbox, COUNTER.format(mib=64))
+    before = await goes_on(sandbox)
+    async with await sandbox.fork(2, kind="memory") as children:
+        assert not children.failed
+        made = children.checkpoint
+        assert (made.kind, made.processes > 64 << 20) == ("memory", True)
+        names = set()
+        ranges = {(await text(sandbox, "cat /proc/self/uid_map")).split()[1]}
+        for child in children:
+            assert (await goes_on(child))[0] == word
+            assert [op.running for op in await child.ops()].count(True) == 1
+            names.add(await text(child, "cat /proc/sys/kernel/hostname"))
+            ranges.add((await text(child, "cat /proc/self/uid_map")).split()[1])
+        assert (len(names), len(ranges)) == (2, 3)
+        for each in (sandbox, *children):
+            counted = (await text(each, "cat /root/count")).splitlines()
+            assert counted == [f"{word} {turn}" for turn in range(1, len(counted) + 1)]
+            assert len(counted) > before[1]
+        await children.sandboxes[0].exec(
+            'for s in /proc/[0-9]*/stat; do read p n x <$s; [ "$n" != "(python3)" ] || kill $p; done', check=True
+        )
+        await goes_on(children.sandboxes[1])
+        await goes_on(sandbox)
+    async with await sandbox.fork() as plain:
+        assert not [op for op in await plain.sandboxes[0].ops() if op.running]
+    await freed(cluster, client)
+    assert images(cluster) == []
+
+
+async def test_a_restored_sandbox_is_as_confined_as_any(cluster: Cluster, client: Client, sandbox: Sandbox) -> None:
+    """Capabilities, filters, limits, mounts and groups of what is started in it are as in its parent; the agent's descriptors are out of
+    reach; its loopback interface is up and a server that listened there is reached."""
+    await begin(sandbox, SERVER)
+    mine = await text(sandbox, f"python3 -c '{LOOK}' 2>&1")
+    assert "Permission denied: '/proc/1/fd/3'" in mine
+    async with await sandbox.fork(1, kind="memory") as children:
+        child = children.sandboxes[0]
+        assert (await text(child, f"python3 -c '{LOOK}' 2>&1")).splitlines() == mine.splitlines()
+        assert await text(child, f'python3 -c "{CALL}"') == "here\n"
+        assert await text(sandbox, f'python3 -c "{CALL}"') == "here\n"
+        async with await child.fork(1, kind="memory") as second:  # of one that was restored itself
+            assert await text(second.sandboxes[0], f'python3 -c "{CALL}"') == "here\n"
+        async with child.session() as shell:
+            assert (await shell.run("cd /root && pwd")).stdout.text == "/root\n"
+    await freed(cluster, client)
+
+
+async def test_what_cannot_be_kept_is_refused_with_its_reason(cluster: Cluster, client: Client, sandbox: Sandbox) -> None:
+    """An open connection, and a sandbox that is paused: a typed refusal that says so, never a fork of files alone; it runs on."""
+    await begin(sandbox, SERVER.replace("peer.close()", "held = peer"))
+    await begin(
+        sandbox,
+        f"{CALL.replace('print(', 'held = ').replace('.recv(9).decode())', '')}\nprint('on', flush=True)\nimport time; time.sleep(999)",
+    )
+    with pytest.raises(Unsupported) as caught:
+        await sandbox.fork(2, kind="memory")
+    assert (caught.value.reason, "TCP connection" in str(caught.value)) == ("snapshot", True)
+    assert await text(sandbox, "echo on") == "on\n"
+    await sandbox.pause()
+    with pytest.raises(Unsupported) as caught:
+        await sandbox.checkpoint(kind="memory")
+    assert caught.value.reason == "paused"
+    await freed(cluster, client)
+    assert images(cluster) == []
+    assert [info.id for info in await client.list()] == [sandbox.id]
