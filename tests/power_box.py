@@ -75,7 +75,8 @@ class Disk:
         """What was on it may end a moment after it was told to, and a loop device lets go of its file a moment after it was unmounted."""
         end = time.monotonic() + PATIENCE
         while (done := subprocess.run(("umount", str(place)), capture_output=True, text=True, check=False)).returncode:
-            assert "busy" in done.stderr and time.monotonic() < end, done.stderr
+            assert "busy" in done.stderr, done.stderr
+            assert time.monotonic() < end, done.stderr
             time.sleep(0.1)
         self._mounted.remove(place)
 

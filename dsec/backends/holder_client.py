@@ -238,11 +238,10 @@ def agree(proto: int, proto_min: int) -> int:
     if proto < PROTO_MIN or proto_min > PROTO:
         whose = "an older" if proto < PROTO_MIN else "a newer"
         raise Conflict(
-            f"this node's sandboxes are held by {whose} version: its holder speaks protocol {proto_min} to {proto}, this Edge {PROTO_MIN} to"
-            f" {PROTO}",
+            f"this node's sandboxes are held by {whose} version: protocol {proto_min} to {proto}, this Edge speaks {PROTO_MIN} to {PROTO}",
             field="edge.state_dir",
             reason="version",
-            fix="start the Edge of that version; `dsec node drain NODE` with it ends or pauses them, and then change versions",
+            fix="start the Edge of that version, end its sandboxes (`dsec node drain NODE --stop`), and then change versions",
         )
     return min(proto, PROTO)
 

@@ -48,7 +48,7 @@ async def test_a_leaders_death_loses_no_event(state_dir: Path) -> None:
             assert publisher.lost == 0
             got = [event.n async for event in read_events(bus, since="all", follow=False)]
             assert sorted(got) == list(range(1, posted + 1))
-            entry = await bucket.get("n1")
+            entry = await chosen(lambda: bucket.get("n1"))  # its leader may have been there too
             assert entry is not None
             assert (entry.value, entry.revision) == (b"fenced", revision)
 
@@ -64,13 +64,14 @@ class Worker:
     async def _work(self, client: libdsec.Client) -> None:
         spec = libdsec.spec("img", backend="fake", cpus=0.1, memory="64MiB", disk="16MiB", pids=32)
         while True:
-            async with await client.create(spec, timeout=60) as box:
-                for number in range(3):
-                    result = await box.exec(f"echo {box.id} {number}", step=f"s{number}", timeout=60)
-                    again = await box.exec(f"echo {box.id} {number}", step=f"s{number}", timeout=60)
-                    assert result.stdout == again.stdout == f"{box.id} {number}\n".encode()
-                assert (await box.exec("echo plain", timeout=60)).stdout == b"plain\n"
-                assert [command.step for command in await box.commands() if command.step] == ["s0", "s1", "s2"]
+            box = await client.create(spec, timeout=60)
+            for number in range(3):
+                result = await box.exec(f"echo {box.id} {number}", step=f"s{number}", timeout=60)
+                again = await box.exec(f"echo {box.id} {number}", step=f"s{number}", timeout=60)
+                assert result.stdout == again.stdout == f"{box.id} {number}\n".encode()
+            assert (await box.exec("echo plain", timeout=60)).stdout == b"plain\n"
+            assert [command.step for command in await box.commands() if command.step] == ["s0", "s1", "s2"]
+            await box.stop()
             self.ended.append(box.id)
             self.times.append(time.monotonic())
 
@@ -95,11 +96,14 @@ async def test_work_goes_on_through_a_leaders_death(state_dir: Path, what: str) 
         assert info["config"]["num_replicas"] == 3
         client = await stack.enter_async_context(libdsec.connect(three.url))
         workers = [Worker(client) for _ in range(6)]
-        await asyncio.sleep(2)
-        assert all(worker.ended for worker in workers)
+        async with asyncio.timeout(60):
+            while not all(worker.ended for worker in workers):  # noqa: ASYNC110 - they set no event
+                await asyncio.sleep(0.1)
         (await three.leader(bus, what)).kill()
         killed = time.monotonic()
-        await asyncio.sleep(15)
+        async with asyncio.timeout(120):  # until all have gone on for a while
+            while time.monotonic() - killed < 12 or not all(worker.times[-1] > killed + 8 for worker in workers):  # noqa: ASYNC110
+                await asyncio.sleep(0.1)
         for worker in workers:
             worker.task.cancel()
         results = await asyncio.gather(*(worker.task for worker in workers), return_exceptions=True)
@@ -107,7 +111,6 @@ async def test_work_goes_on_through_a_leaders_death(state_dir: Path, what: str) 
         times = sorted(at for worker in workers for at in worker.times if at > killed)
         gaps = [later - earlier for earlier, later in zip([killed, *times], times, strict=False)]
         print(f"\n{what}: {len(times)} sandboxes lived and ended after the leader's death; longest pause {max(gaps):.1f} s")
-        assert time.monotonic() - times[-1] < 5  # they go on
         for edge in edges:
             await edge.events.drained(60)
             assert edge.events.lost == 0
