@@ -113,6 +113,7 @@ _NR = {
     "fsconfig": 431,
     "fsmount": 432,
     "openat2": 437,
+    "pidfd_getfd": 438,
     "process_madvise": 440,
     "mount_setattr": 442,
     "quotactl_fd": 443,
@@ -326,6 +327,11 @@ def pidfd_send_signal(pidfd: int, signum: int) -> bool:
     except ProcessLookupError:
         return False
     return True
+
+
+def pidfd_getfd(pidfd: int, number: int) -> int:
+    """A copy of a descriptor of another process. Needs ptrace access to it. Raises `OSError`."""
+    return _syscall("pidfd_getfd", pidfd, number, 0)
 
 
 def waitid(pidfd: int, *, block: bool = False, keep: bool = False) -> tuple[int, int] | None:

@@ -30,6 +30,7 @@ from dsec.model import LayerRef, SandboxId, SandboxSpec
 if TYPE_CHECKING:
     from dsec.backends.container import ContainerBackend
     from dsec.backends.fake import FakeBackend
+    from dsec.backends.layer_mounts import LayerMounts
 
 log = structlog.get_logger("dsec.host")
 PULL_PATIENCE = 1.0  # seconds that a create waits for a pull before it says that it goes on
@@ -140,6 +141,10 @@ class LayerPlanner:
     @property
     def node(self) -> Node:
         return self._container.node
+
+    @property
+    def mounts(self) -> LayerMounts:
+        return self._container.mounts
 
     @property
     def disk_place(self) -> tuple[str, int]:
@@ -352,6 +357,8 @@ class Host:
             backend = ContainerBackend(options, layers)
         backend.on_layer = self._layer_news
         await backend.open()
+        # What both kinds of containers read is cached once: the second one takes the first one's mounts over.
+        backend.mounts.lender = next((planner.mounts for planner in self.planners.values() if isinstance(planner, LayerPlanner)), None)
         puller = self.puller or Puller(layers, config.layers.registries)
         self.puller = puller
         self._keeping.append(asyncio.get_running_loop().create_task(layers.keep_used()))

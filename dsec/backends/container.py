@@ -15,7 +15,7 @@ import subprocess
 import time
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import structlog
@@ -29,14 +29,13 @@ from dsec.backends.drivers import make_driver, settle
 from dsec.backends.guest.link import Link
 from dsec.backends.holder_client import HolderClient
 from dsec.backends.instance import ContainerInstance, End
+from dsec.backends.layer_mounts import LayerMounts, Layers
 from dsec.backends.network import OpenNetwork
-from dsec.backends.pack import Shelf
 from dsec.backends.pause import Pauser
 from dsec.backends.plan import MASKED, Node, memory_bytes
 from dsec.backends.snapshots import Snapshots
 from dsec.config import NetworkConfig, PauseConfig
 from dsec.errors import DsecError, NodeError, Unavailable
-from dsec.layers.mounts import LayerMount
 from dsec.model import Exit, ExitReason, Qos, Usage
 from dsec.qos.cgroup import Cgroups, Limits, detect
 from dsec.security import seccomp
@@ -46,16 +45,6 @@ T = TypeVar("T")
 
 EXIT_TIMEOUT = 10.0  # seconds from SIGKILL until the kernel has taken the sandbox apart
 READY_TIMEOUT = 15.0
-
-
-class Layers(Shelf, Protocol):
-    """What the backend asks of the layer store."""
-
-    async def mount_plan(self, digest: str) -> LayerMount: ...
-
-    async def pull(self, digest: str) -> None:
-        """Make a partly filled layer whole."""
-        ...
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
@@ -102,7 +91,7 @@ class ContainerBackend:
         self.on_layer: Callable[[dict[str, Any]], None] = lambda _: None  # what becomes of layers that are loaded on demand
         self._ends: dict[str, End] = {}
         self._releases: dict[str, asyncio.Task[None]] = {}
-        self._mounted: dict[str, asyncio.Task[None]] = {}
+        self.mounts = LayerMounts(self._holder, layers, self._spawn)
         self._tasks: set[asyncio.Task[Any]] = set()
         self._makers = ThreadPoolExecutor(2, "dsec-launch")
         self._breakers = ThreadPoolExecutor(8, "dsec-release")
@@ -205,7 +194,7 @@ class ContainerBackend:
         async with self._holder_lock:
             if self._holder.connected:
                 return
-            self._mounted.clear()
+            self.mounts.forget()
             for last in (False, False, True):
                 await self._holder.start(
                     guest=self._guest,
@@ -270,40 +259,19 @@ class ContainerBackend:
             finally:
                 self.node, self.capabilities = self.network.told(self.node, self.capabilities)
         for layer in plan.lowers:
-            await self._mount_layer(layer.digest)
+            await self.mounts.mount(layer.digest)
 
     async def settle_network(self) -> None:
         """Before a sandbox with ``network="open"`` is planned: the addresses in ``node`` are ones that nobody else on the node uses."""
         await self.network.settle()
         self.node, self.capabilities = self.network.told(self.node, self.capabilities)
 
-    async def _mount_layer(self, digest: str) -> None:
-        """Once a layer, however many ask at the same time."""
-        task = self._mounted.get(digest)
-        if task is None or (task.done() and (task.cancelled() or task.exception() is not None)):
-            task = self._mounted[digest] = self._spawn(self._mount_once(digest))
-        await asyncio.shield(task)
-
     async def drop_layer(self, digest: str) -> bool:
         """Unmount a layer that no sandbox stands on; False while one may."""
         if self._launching or any(layer.digest == digest for box in self._instances.values() for layer in box.plan.lowers):
             return False
-        self._mounted.pop(digest, None)
-        await self._holder.request("drop_layer", key=digest)
+        await self.mounts.drop(digest)
         return True
-
-    async def _mount_once(self, digest: str) -> None:
-        mount = await self.layers.mount_plan(digest)
-        try:
-            await self._holder.request("layer", key=digest, mount=msgspec.to_builtins(mount))
-        except NodeError as error:
-            if mount.lazy is None:
-                raise
-            # The node cannot guard one more partly filled layer (descriptors, groups, FUSE): a whole one needs no guard.
-            log.warning("container.layer_not_lazy", layer=digest, error=str(error), then="fetching it whole")
-            await self.layers.pull(digest)
-            mount = await self.layers.mount_plan(digest)
-            await self._holder.request("layer", key=digest, mount=msgspec.to_builtins(mount))
 
     async def launch(self, plan: LaunchPlan) -> ContainerInstance:
         if plan.ulid in self._launching or plan.ulid in self._instances:

@@ -28,9 +28,10 @@ import structlog
 
 from dsec.backends import orphans
 from dsec.backends.base import LaunchPlan
-from dsec.backends.container import ContainerBackend, Layers, Options
+from dsec.backends.container import ContainerBackend, Options
 from dsec.backends.driver import LAUNCH_TIMEOUT, Driver, Place, Site
 from dsec.backends.instance import ContainerInstance
+from dsec.backends.layer_mounts import Layers
 from dsec.backends.network import TOP
 from dsec.backends.oci import OciDriver
 from dsec.backends.plan import memory_bytes

@@ -35,6 +35,7 @@ from typing import Any
 from dsec import syscalls
 from dsec.backends.holder_disks import DiskStores
 from dsec.backends.holder_heir import Heirs
+from dsec.backends.holder_layers import GUEST_LAYER, LayersHeld
 from dsec.backends.holder_parts import PROTO, PROTO_MIN, Call, Edge, Refused, Sandbox
 from dsec.backends.ondemand import OnDemand
 from dsec.backends.zygotes import Zygotes
@@ -45,15 +46,15 @@ MAX_FDS = 4
 PAGE = 500
 LISTEN_FD, STATUS_FD, FIRST_LOWER = 3, 4, 5
 MAX_LAYERS_A_LAUNCH = 500  # overlayfs, OVL_MAX_STACK
-GUEST_LAYER = "guest"
 FRAMES = 2  # version of the frames that its zygotes read
 DEVICES = ("null", "zero", "full", "random", "urandom", "tty")  # of the node, that sandboxes share
 # Directories that exist everywhere and that nothing here needs: one of them is covered, in our own namespace only.
 ROOTS = ("/mnt", "/media", "/srv", "/opt", "/home")
 
 
-class Holder(OnDemand, Zygotes, DiskStores, Heirs):
+class Holder(LayersHeld, OnDemand, Zygotes, DiskStores, Heirs):
     def __init__(self, listener: socket.socket, launcher: str, linger: float) -> None:
+        LayersHeld.__init__(self)
         OnDemand.__init__(self)
         Zygotes.__init__(self)
         DiskStores.__init__(self)
@@ -62,15 +63,10 @@ class Holder(OnDemand, Zygotes, DiskStores, Heirs):
         self.launcher = launcher
         self.linger = linger
         self.edges: dict[int, Edge] = {}
-        self.layers: dict[str, int] = {}
-        self.pins: dict[str, int] = {}
         self.sandboxes: dict[str, Sandbox] = {}
         self.exits: dict[str, dict[str, Any]] = {}
         self.by_fd: dict[int, tuple[str, Sandbox]] = {}
         self.programs: dict[tuple[str, int, int], int] = {}
-        self.place = ""
-        self.by_paths = False  # overlays are made by paths, and layers are attached in our namespace
-        self.attached: dict[str, str] = {}
         self.alone_since = time.monotonic()
         self.running = True
 
@@ -135,16 +131,6 @@ class Holder(OnDemand, Zygotes, DiskStores, Heirs):
         self.by_paths = syscalls.disabled("overlay_fd") or not _can_clone(fd)
         self._hold(GUEST_LAYER, fd)
 
-    def _hold(self, key: str, fd: int) -> None:
-        """Keep a layer's mount. A kernel that cannot clone detached mounts (before Linux 6.15) gets it attached here; the descriptor
-        is good for both."""
-        if self.by_paths:
-            place = f"{self.place}/held-{time.monotonic_ns()}"
-            os.mkdir(place, 0o700)
-            syscalls.move_mount(fd, place)
-            self.attached[key] = place
-        self.layers[key] = fd
-
     # --- requests --------------------------------------------------------------------------------------------------
 
     def op_hello(self, _call: Call) -> dict[str, Any]:
@@ -163,34 +149,6 @@ class Holder(OnDemand, Zygotes, DiskStores, Heirs):
         """Everything known after ``after``, in pages: a value is the pid of an init, 0 while it is launched, or how it ended."""
         names = sorted(name for name in (*self.sandboxes, *self.exits) if name > call["after"])[:PAGE]
         return {"page": {name: self.sandboxes[name].pid if name in self.sandboxes else self.exits[name] for name in names}}
-
-    def op_layer(self, call: Call) -> dict[str, Any]:
-        """Mount a layer once; idempotent by its key."""
-        if call["key"] not in self.layers:
-            import msgspec
-
-            from dsec.layers.mounts import LayerMount, pin_layer
-
-            mount = msgspec.convert(call["mount"], LayerMount)
-            pin = pin_layer(mount)  # `dsec layer rm` and gc leave a layer alone while this is open
-            try:
-                self._hold(call["key"], self.guarded(mount))
-            except BaseException:
-                os.close(pin)
-                raise
-            self.pins[call["key"]] = pin
-        self.hand_out(call["key"], call)
-        return {}
-
-    def op_drop_layer(self, call: Call) -> dict[str, Any]:
-        if call["key"] != GUEST_LAYER and (fd := self.layers.pop(call["key"], None)) is not None:
-            os.close(fd)
-            os.close(self.pins.pop(call["key"]))
-            if place := self.attached.pop(call["key"], ""):
-                syscalls.umount2(place, syscalls.MNT_DETACH)
-                os.rmdir(place)
-            self.unmark(call["key"])
-        return {}
 
     def op_launch(self, call: Call) -> dict[str, Any] | None:
         """Start a launcher; answered when the runtime has ended and the sandbox's init is known."""
@@ -234,15 +192,6 @@ class Holder(OnDemand, Zygotes, DiskStores, Heirs):
         box = Sandbox(call["ulid"])
         box.reply = (call.edge, call["id"])
         return box
-
-    def _layers_of(self, call: Call) -> list[int]:
-        """Descriptors of a launch's layers, topmost first; the caller closes them."""
-        keys = [GUEST_LAYER, *call["lowers"]]
-        if missing := [key for key in keys if key not in self.layers]:
-            raise Refused(f"layers are not mounted: {', '.join(missing)}")
-        top = call.message.get("top", "")  # a directory of the sandbox's own above them
-        above = [os.open(top, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)] if top else []
-        return above + [os.dup(self.layers[key]) for key in keys]
 
     def _program(self, path: str) -> int:
         """The runtime as a sealed memfd, made once; -1 where that cannot be. A runtime that finds itself in one needs no private copy of

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import select
 import socket
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from dsec.layers.mounts import LayerMount
 
 PROTO, PROTO_MIN = 2, 1  # what Edge and holder say to each other; an Edge speaks N and N-1, for a holder lives as long as its sandboxes
 
@@ -60,6 +63,12 @@ class Core(Protocol):
     sandboxes: dict[str, Sandbox]
 
     def op_kill(self, call: Call) -> dict[str, Any]: ...
+
+    def guarded(self, mount: LayerMount) -> int: ...
+
+    def hand_out(self, name: str, call: Call) -> None: ...
+
+    def unmark(self, name: str) -> None: ...
 
     def _admit(self, call: Call) -> Sandbox: ...
 

@@ -174,7 +174,7 @@ async def test_layers_are_mounted_once(leftovers: object, yard: Yard) -> None:
     """Twenty launches at one time share one mount of their layer, and the node's own mount table never shows a sandbox."""
     backend = await yard.backend()
     boxes = await asyncio.gather(*(backend.launch(yard.plan(backend.node)) for _ in range(20)))
-    assert list(backend._mounted) == [BASE.digest]
+    assert list(backend.mounts._mounted) == [BASE.digest]
     assert not [line for line in Path("/proc/self/mountinfo").read_text().splitlines() if str(yard.state) in line or " dsec " in line]
     await asyncio.gather(*(box.stop() for box in boxes))
 
@@ -218,3 +218,30 @@ async def test_an_edge_that_cannot_start_leaves_no_group(leftovers: object, yard
 
     with pytest.raises(NodeError):
         await yard.backend(guest=str(yard.state / "absent"))
+
+
+@pytest.mark.needs("overlay_fd")  # layers that are attached are not shared
+async def test_two_backends_of_an_edge_share_the_mount_of_a_layer(leftovers: object, yard: Yard, state_dir: Path) -> None:
+    """Each has its own holder, but what both read has one super block, and so one place in the page cache; either outlives the other."""
+    first = await yard.backend()
+    other = Yard(yard.kind, f"{yard.edge}x", state_dir / "other", yard.mount)
+    (state_dir / "other").mkdir()
+    second = await other.backend(cgroup_root=f"dsec-{yard.edge}")
+    try:
+        second.mounts.lender = first.mounts
+        alone = await first.launch(yard.plan(first.node))
+        box = await second.launch(other.plan(second.node))
+        lent = [await backend._holder.request("lend_layer", key=BASE.digest) for backend in (first, second)]
+        assert lent[0]["pid"] != lent[1]["pid"]
+        assert lent[0]["device"] == lent[1]["device"]
+        await alone.stop()
+        assert await first.drop_layer(BASE.digest)
+        again = await second.launch(other.plan(second.node))  # the mount is there as long as one of them has it
+        assert (await sh(again, "cat /bin/sh | wc -c"))[0] == 0
+        await first.shutdown()
+        last = await second.launch(other.plan(second.node))
+        assert (await sh(last, "exit 3"))[0] == 3
+        for each in (box, again, last):
+            await each.stop()
+    finally:
+        await other.close()
