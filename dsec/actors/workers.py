@@ -155,7 +155,7 @@ class Workers:
         """End what ends with this worker."""
         for ulid in list(self._bound.get(message.worker, ())):
             if (sandbox := self.edge.sandboxes.get(ulid)) is not None:
-                sandbox.feed(On.LEASE, Exit(reason=ExitReason.LEASE, detail=f"its worker {message.worker} has ended"))
+                sandbox.feed(On.LEASE, Exit(reason=ExitReason.LEASE, detail=f"{message.worker} has ended, and this with it"))
         return Empty()
 
     def lives(self, request: LivesRequest) -> LivesReply:

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from dsec.bus import codec
 from dsec.bus.transport import Headers, Msg, Transport
-from dsec.errors import Busy, DeadlineExceeded, DsecError, ErrorBody, InvalidRequest, Unavailable, from_body
+from dsec.errors import Busy, DeadlineExceeded, Denied, DsecError, ErrorBody, InvalidRequest, Unavailable, from_body
 from dsec.model import new_ulid
 
 T = TypeVar("T")
@@ -142,7 +142,8 @@ async def scatter(
     Args:
         expect: stop early after this many answers, or when this says True of an answer; None waits for the whole time.
 
-    Nobody subscribing gives two empty lists at once. Who stayed silent is for the caller to say (it knows whom it expected).
+    Nobody subscribing gives two empty lists at once, a server that forbids it one `Denied`. Who stayed silent is for the caller to say
+    (it knows whom it expected).
     """
     loop = asyncio.get_running_loop()
     end = loop.time() + timeout
@@ -172,14 +173,21 @@ async def scatter(
         if isinstance(expect, int) and len(answers) + len(errors) >= expect:
             finish()
 
+    def on_event(what: str, detail: str) -> None:
+        if what == "denied" and f'"{subject.lower()}"' in detail.lower():
+            errors.append(Denied("the server forbids publishing to this subject", field="subject", value=subject))
+            finish()
+
     inbox = transport.new_inbox()
     subscription = await transport.subscribe_raw(inbox, on_answer)
     timer = loop.call_later(max(0.0, end - loop.time()), finish)
+    transport.events.listeners.append(on_event)
     try:
         sent = request_headers(request_id=request_id, timeout=end - loop.time(), traceparent=traceparent, extra=headers)
         transport.post(subject, codec.encode(message, limit=transport.max_payload), reply=inbox, headers=sent)
         await done
     finally:
         timer.cancel()
+        transport.events.listeners.remove(on_event)
         await subscription.unsubscribe()
     return answers, errors

@@ -112,6 +112,8 @@ async def test_what_permissions_forbid_is_denied(state_dir: Path) -> None:
         started = time.monotonic()
         with pytest.raises(errors.Denied):
             await bus.call("Secret.x", Empty(), Empty, timeout=5)
+        answers, refusals = await bus.scatter("Secret.x", Empty(), Empty, timeout=5)
+        assert (answers, [type(error) for error in refusals]) == ([], [errors.Denied])
         with pytest.raises(errors.Denied):
             await bus.serve("edge", route(quick))
         assert time.monotonic() - started < 2

@@ -43,7 +43,7 @@ def build_base(root: Path) -> None:
                 shutil.copy2(Path(library).resolve(), target)
 
 
-@pytest.fixture(scope="module", params=["native", "crun"])
+@pytest.fixture(scope="module", params=["native", pytest.param("crun", marks=pytest.mark.slow)])
 def driver(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from examples import rollout_worker
 from examples.demo import AGENT, Member, role_of, rows
 from examples.misbehave import COMMANDS, Verdict
 from examples.trajectory import Answer, Edit, Expect, Outcome, Trajectory, complaints
@@ -74,3 +75,18 @@ def test_table_counts_only_what_passed() -> None:
     table = {row.group: row for row in rows([good, bad, yes])}
     assert (table[AGENT].count, table[AGENT].passed, table[AGENT].create_p50_ms) == (2, 1, 20.0)
     assert table["yes"].became == "output truncated"
+
+
+def test_an_advantage_is_what_is_above_the_group() -> None:
+    """Rewards against their group's mean, in its deviations; a group that is all alike teaches nothing."""
+    scores = rollout_worker.advantages([0.0, 1.0, 1.0, 0.0])
+    assert [round(each, 3) for each in scores] == [-1.0, 1.0, 1.0, -1.0]
+    assert rollout_worker.advantages([0.5, 0.5]) == [0.0, 0.0]
+
+
+def test_what_did_better_becomes_likelier() -> None:
+    """One step of the policy; the same key chooses the same, so that a second controller asks for the same commands."""
+    policy = rollout_worker.learned([[0.0, 0.0], [0.0, 0.0]], [[0, 1], [1, 1]], [1.0, -1.0])
+    assert policy[0][0] > policy[0][1]
+    assert policy[1] == [0.0, 0.0]
+    assert [rollout_worker.sample(policy[0], "a key") for _ in range(3)] == [rollout_worker.sample(policy[0], "a key")] * 3

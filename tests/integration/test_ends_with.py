@@ -1,0 +1,44 @@
+"""Sandboxes that end with another one, on two nodes with the fake backend."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import libdsec
+from dsec.actors.up import Cluster
+from dsec.model import SandboxId
+from tests.integration.client_box import FAKE, eventually
+
+
+async def test_an_edge_asks_for_the_end_that_it_did_not_hear(state_dir: Path) -> None:
+    """What ends with a sandbox ends when that has, on its node and on another, also where nobody tells; what is bound to one that lives
+    stays, and so does it while the node of that one is away."""
+    overrides = {"edge": {"sweep_ms": 100}}
+    async with (
+        Cluster(state_dir, backends=("fake",), edges=("n1", "n2"), overrides=overrides) as cluster,
+        libdsec.connect(cluster.url) as dsec,
+    ):
+        first, second = await dsec.create("image", **FAKE), await dsec.create("image", **FAKE)
+        bound = {
+            host.id: await dsec.create_many(libdsec.spec("image", ends_with=host.id, on_client_loss="keep", **FAKE), 8)
+            for host in (first, second)
+        }
+        assert {sandbox._id.edge for sandbox in bound[first.id]} == {"n1", "n2"}
+        await first.stop()  # no worker: its Edge tells nobody
+        await eventually(lambda: _left(dsec, 9), timeout=30)
+        left = {info.id for info in await dsec.list()}
+        assert left == {second.id, *(sandbox.id for sandbox in bound[second.id])}
+        ended = {info.id: info.exit for info in await dsec.list(stopped=True) if info.exit is not None}
+        for sandbox in bound[first.id]:
+            assert ended[sandbox.id].detail == f"{first.id} has ended, and this with it"
+        home = SandboxId.parse(second.id).edge
+        await cluster.edges[home].kill()
+        await asyncio.sleep(7)  # it is asked for meanwhile, and does not answer
+        other = [sandbox for sandbox in bound[second.id] if sandbox._id.edge != home]
+        for sandbox in other:
+            assert await sandbox.is_running()
+
+
+async def _left(dsec: libdsec.Client, count: int) -> bool:
+    return len(await dsec.list()) == count
