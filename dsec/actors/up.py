@@ -251,6 +251,7 @@ def _build_guest() -> None:
 
     try:
         build.ensure(program="launcher")
+        build.ensure(program="hand")
         build.ensure()
     except build.BuildError as error:
         raise Unsupported(f"the guest programs were not built: {error}", reason="guest", fix="pip install ziglang") from error

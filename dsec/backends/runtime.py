@@ -57,9 +57,11 @@ def find_runtime(name: str) -> str:
 
 
 def programs(launcher: str, guest: str) -> tuple[str, str]:
-    """Launcher and guest binaries, built when they are not there."""
+    """Launcher and guest binaries, built when they are not there; and the loader's library, without which it is slower."""
     from dsec.backends.guest import build
 
+    with contextlib.suppress(build.BuildError):
+        build.ensure(program="hand")
     if launcher and guest:
         return launcher, guest
     return launcher or str(build.ensure(program="launcher")), guest or str(build.ensure())

@@ -17,7 +17,7 @@ import hashlib
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -25,7 +25,8 @@ from dsec.layers.manifest import CHUNK, Manifest
 
 RUN = 16  # chunks in one request at most: 4 MiB
 FLUSH_S = 0.5
-Fetch = Callable[[int, int], Any]  # what it returns has the buffer protocol
+Fetch = Callable[[Sequence[tuple[int, int]]], Generator[Any, None, None]]  # neighbouring spans, one by one, with the buffer protocol
+Start = Callable[[list[int]], object]
 Done = Callable[[OSError | None], None]
 
 
@@ -43,9 +44,10 @@ class _Waiter:
 
 
 class Filler:
-    """``fd``: the sparse file, opened for writing; ``bitmap``: path of the bits, made by `create`; ``fetch(offset, length)`` returns
-    bytes or raises OSError, in a thread of ``pool``. ``whole()`` is called once, in one of our threads, when the last chunk is durable;
-    never when the file was whole before.
+    """``fd``: the sparse file, opened for writing; ``bitmap``: path of the bits, made by `create`; ``fetch(spans)`` gives the bytes of each
+    (offset, length), good until the next is asked for, or raises OSError, in a thread of ``pool`` or of whoever calls `run` and `bring`.
+    ``whole()`` is called once, in one of those threads, when the last chunk is durable; never when the file was whole before. ``have``: a
+    byte for each chunk, 1 when it is there.
     """
 
     def __init__(self, fd: int, manifest: Manifest, bitmap: str, fetch: Fetch, pool: ThreadPoolExecutor, whole: Callable[[], None]) -> None:
@@ -72,11 +74,11 @@ class Filler:
             fcntl.flock(self._bits, fcntl.LOCK_SH)  # says that somebody fills it
         except FileNotFoundError:
             self._bits, self._ended = -1, True
-        self._have = bytearray(self._count)
+        self.have = bytearray(self._count)
         for number in self._brought(range(self._count)):
-            self._have[number] = 1
-        self._left = self._count - sum(self._have)
-        self._durable = bytes(self._have)
+            self.have[number] = 1
+        self._left = self._count - sum(self.have)
+        self._durable = bytes(self.have)
 
     @staticmethod
     def create(bitmap: str) -> None:
@@ -89,45 +91,55 @@ class Filler:
         return self._left
 
     def has(self, number: int) -> bool:
-        return bool(self._have[number])
+        return bool(self.have[number])
+
+    def coming(self, number: int) -> bool:
+        """Whether it is there, or under way."""
+        return bool(self.have[number]) or number in self._flying
 
     def chunks(self, offset: int, length: int) -> range:
         """The chunks that a range of bytes touches."""
         return self.manifest.covering(offset, length)
 
-    def want(self, numbers: Iterable[int], done: Done, beside: Iterable[int] = ()) -> None:
+    def want(self, numbers: Iterable[int], done: Done, behind: Iterable[int] = (), start: Start | None = None) -> bool:
         """Call ``done(None)`` when all these chunks are there, ``done(error)`` when one could not be had; at once or in a thread.
-        ``beside``: chunks that come with them, in the same requests, if any of them has to be fetched."""
+        ``behind``: chunks that follow them, and come in the same request if any of them has to be fetched; returns whether that is so.
+        ``start``: called with each run of chunks that is to be fetched, and must see to it that `run` is; None: in a thread of the pool."""
         runs: list[list[int]] = []
         with self._lock:
-            missing = {n for n in numbers if not self._have[n]}
+            missing = {n for n in numbers if not self.have[n]}
             closed = self._closed
             if missing and not closed:
                 waiter = _Waiter(missing, done)
                 for number in missing:
                     self._waiters.setdefault(number, []).append(waiter)
                 asked = missing - self._flying
-                runs = self._claim(asked.union(beside) if asked else ())
+                runs = self._claim(asked.union(behind) if asked else ())
         if not missing or closed:
             done(OSError(errno.ESHUTDOWN, "the loader ends") if missing else None)
         for run in runs:
-            try:
-                self._pool.submit(self._run, run)
-            except RuntimeError:  # the pool is shut: nobody will come
-                self._settle([], dict.fromkeys(run, OSError(errno.ESHUTDOWN, "the loader ends")))
+            (start or self.apart)(run)
+        return bool(runs)
+
+    def apart(self, run: list[int]) -> None:
+        """`run` in a thread of the pool."""
+        try:
+            self._pool.submit(self.run, run)
+        except RuntimeError:  # the pool is shut: nobody will come
+            self._settle([], dict.fromkeys(run, OSError(errno.ESHUTDOWN, "the loader ends")))
 
     def bring(self, numbers: Iterable[int]) -> None:
         """Fetch in the calling thread those of these chunks that nobody fetches yet. Whoever waits for them is told of errors."""
         with self._lock:
             runs = [] if self._closed else self._claim(numbers)
         for run in runs:
-            self._run(run)
+            self.run(run)
 
     def _claim(self, numbers: Iterable[int]) -> list[list[int]]:
         """Say that we fetch those of these that nobody has or fetches: neighbours together. The lock is held."""
         runs: list[list[int]] = []
         for number in sorted(set(numbers)):
-            if self._have[number] or number in self._flying:
+            if self.have[number] or number in self._flying:
                 continue
             self._flying.add(number)
             if runs and runs[-1][-1] == number - 1 and len(runs[-1]) < RUN and self._near(runs[-1][0], number):
@@ -167,10 +179,10 @@ class Filler:
         brought = self._brought(range(self._count))
         with self._lock:
             for number in brought:
-                if not self._have[number] and number not in self._flying:
-                    self._have[number] = 1
+                if not self.have[number] and number not in self._flying:
+                    self.have[number] = 1
                     self._left -= 1
-            snapshot = bytes(self._have)
+            snapshot = bytes(self.have)
             whole = self._left == 0 and not self._ended
         if snapshot != self._durable or whole:
             os.fdatasync(self._fd)
@@ -222,8 +234,8 @@ class Filler:
         whole = os.fstat(self._bits).st_nlink == 0 and os.fstat(self._fd).st_nlink > 0
         return [number for number in numbers if whole or packed[number // 8] >> number % 8 & 1]
 
-    def _run(self, run: list[int]) -> None:
-        """Fetch, check and write neighbouring chunks, but for those that another process has brought since."""
+    def run(self, run: list[int]) -> None:
+        """Fetch, check and write neighbouring chunks that were claimed, but for those that another process has brought since."""
         try:
             there = self._brought(run)
         except OSError:  # then it is fetched
@@ -235,22 +247,18 @@ class Filler:
             self._bring(run)
 
     def _bring(self, run: list[int]) -> None:
-        """One request; each chunk is there as soon as it is checked and written, those that somebody waits for first."""
-        start, _ = self.manifest.span(run[0])
-        last, length = self.manifest.span(run[-1])
+        """One request; each chunk is there as soon as it is checked and written."""
         left = list(run)
         problem = OSError(errno.EIO, "the chunk could not be had")
         try:
-            data = memoryview(self._fetch(start, last + length - start))
-            self.fetched += len(data)
+            with contextlib.closing(self._fetch([self.manifest.span(number) for number in run])) as pieces:
+                for piece in pieces:
+                    number = left[0]
+                    self.fetched += len(piece)
+                    good = self._write(number, piece)
+                    del left[0]
+                    self._settle([number] if good else [], {} if good else {number: Altered(number)})
             self.requests += 1
-            with self._lock:
-                left.sort(key=lambda number: number not in self._waiters)
-            while left:
-                number = left[0]
-                good = self._write(number, data, start)
-                del left[0]
-                self._settle([number] if good else [], {} if good else {number: Altered(number)})
         except OSError as error:
             problem = error
         finally:
@@ -258,12 +266,12 @@ class Filler:
             if left:
                 self._settle([], dict.fromkeys(left, problem))
 
-    def _write(self, number: int, data: memoryview, start: int) -> bool:
-        """A chunk to its place, of ``data`` that begins at ``start``; False when it is not what the manifest says. Raises `OSError`."""
+    def _write(self, number: int, piece: Any) -> bool:
+        """A chunk to its place; False when it is not what the manifest says. Raises `OSError`."""
         offset, length = self.manifest.span(number)
-        piece = data[offset - start : offset - start + length]
         if len(piece) != length or hashlib.sha256(piece).hexdigest() != self.manifest.chunks[number]:
             return False
+        piece = memoryview(piece)
         while piece:
             written = os.pwrite(self._fd, piece, offset)
             piece, offset = piece[written:], offset + written
@@ -273,8 +281,8 @@ class Filler:
         calls: list[tuple[Done, OSError | None]] = []
         with self._lock:
             for number in good:
-                self._left -= 1 - self._have[number]
-                self._have[number] = 1
+                self._left -= 1 - self.have[number]
+                self.have[number] = 1
             self._telling += 1
             self._flying.difference_update(good, bad)
             for number in (*good, *bad):

@@ -25,7 +25,7 @@ import structlog
 
 from dsec import syscalls
 from dsec.errors import Conflict, DsecError, InvalidRequest, NodeError, NotFound, Unavailable
-from dsec.layers import blobrange, fuse, index, manifest, mounts, objects, split, tools
+from dsec.layers import blobrange, fuse, index, manifest, mounts, objects, ranges, split, tools
 from dsec.layers.chunks import Filler
 from dsec.layers.lazy import being_filled
 from dsec.layers.mounts import LayerMount, Lazy
@@ -352,7 +352,7 @@ def fill(store: LayerStore, digest: str, fetch: Callable[[int, int], bytes]) -> 
     fd = os.open(store.side(digest, ".data"), os.O_RDWR | os.O_CLOEXEC)
     try:
         with ThreadPoolExecutor(PULL_THREADS, "pull") as pool:
-            filler = Filler(fd, known, str(bitmap), get, pool, lambda: None)
+            filler = Filler(fd, known, str(bitmap), ranges.whole(get), pool, lambda: None)
             try:
                 filler.fill_all()
             except OSError as error:

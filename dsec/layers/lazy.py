@@ -156,7 +156,7 @@ def make_kit(mount: LayerMount) -> Kit:
         raise OSError(errno.EINVAL, "this layer is not loaded on demand")
     lazy, data = mount.lazy, mount.devices[-1]
     spec: dict[str, Any] = {"name": lazy.name, "remote": lazy.remote, "manifest": lazy.manifest, "data": data, "touched": lazy.touched}
-    spec |= {"ahead": list(lazy.ahead), "patience": lazy.patience, "way": lazy.way}
+    spec |= {"meta": mount.source, "ahead": list(lazy.ahead), "patience": lazy.patience, "way": lazy.way}
     kit = Kit(spec, fuse.make(data) if lazy.way == "fuse" else _mark(data))
     fcntl.flock(kit.fds[1], fcntl.LOCK_SH)  # `guarded`
     return kit

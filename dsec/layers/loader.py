@@ -2,10 +2,11 @@
 
     python -m dsec.layers.loader        # descriptor 3: SEQPACKET to the holder
 
-One thread takes events from the gates (`gate`: fanotify, or FUSE on older kernels) and puts each into a free slot of its blob's
-journal; a pool of threads fetches chunks. An event is answered when its chunks are there, with EIO when the store cannot give them, and
-by a successor when this process dies first: an answer needs nothing but the event's number, so a successor answers what it finds
-in the journal, before it takes new events (whose numbers could be the same).
+Threads take events from the gates (`gate`: fanotify, or FUSE on older kernels; `hand` is where they wait) and put each into a free slot
+of its blob's journal (`blob`). Whoever takes one whose chunks are missing fetches them: nothing is handed from thread to thread while a
+reader waits. An event is answered when its chunks are there, with EIO when the store cannot give them, and by a successor when this
+process dies first: an answer needs nothing but the event's number, so a successor answers what it finds in the journal, before it takes new
+events (whose numbers could be the same).
 
 When the holder goes away this process does not: readers wait for it. It fetches everything that is missing and ends when all blobs
 are whole (and nothing is mounted through FUSE), or when a new holder's worker, holding the same kits, ends it.
@@ -29,246 +30,26 @@ import socket
 import sys
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import msgspec
-
 from dsec import syscalls
 from dsec.errors import DsecError
-from dsec.layers import manifest, objects
-from dsec.layers.chunks import FLUSH_S, RUN, Filler
+from dsec.layers import objects
+from dsec.layers.blob import REQUEST_S, Blob
+from dsec.layers.chunks import FLUSH_S
 from dsec.layers.fuse import Fuse
-from dsec.layers.gate import SLOTS, Event, Fanotify, Gate, Over
+from dsec.layers.gate import SLOTS, Fanotify, Gate, Over
+from dsec.layers.hand import FRESH, MISSING, READY, Found, Hand
 from dsec.layers.lazy import CONTROL_FD, MAX_MESSAGE
 from dsec.layers.mounts import bitmap
 
 _COMM = ctypes.create_string_buffer(b"dsec-loader")
 DEMAND, NEAR, AHEAD, LOCAL = 12, 4, 4, 4  # threads for what is waited for, what may be next, what a list says, what is on the disk
-REQUEST_S = 5.0  # one request, with obstore's own retries
-SEQUENTIAL = 4  # neighbouring reads after which reading ahead grows
-STREAMS = 16
-AROUND, DENSE = 16, 3  # where so many chunks of so many on either side were read, the next one will be too (half of them are)
-WINDOW, STEP = 48, 8  # chunks of a prefetch list that are sorted together; neighbours of them in one request
-TROUBLE_EVERY_S = 1.0
+SERVE = "serve"
 RETRY_S = 1.0  # a blob that cannot be served is tried again
 BUSY, REST = 6, 10  # of FLUSH_S: flushed so often while chunks come; from the last chunk until the page cache of the blob is given back
-
-
-class Blob:
-    """One blob in the making and its readers."""
-
-    def __init__(self, worker: Worker, spec: dict[str, Any], way: Gate, fds: list[int]) -> None:
-        self.worker = worker
-        self.name: str = spec["name"]
-        self.gate = way
-        self.fd, self.slot = fds[1], self.gate.slot
-        self.journal = mmap.mmap(fds[2], self.slot * SLOTS)
-        self.view = memoryview(self.journal)
-        self.free = list(range(SLOTS))
-        self.lock = threading.Lock()
-        self.touched: list[int] = []
-        self._seen: set[int] = set()
-        self._touched_path: str = spec["touched"]
-        self._touched_written = 0
-        self._streams: OrderedDict[int, int] = OrderedDict()
-        self._ahead: list[int] = spec["ahead"]
-        self._patience: float = spec["patience"]
-        self._told = 0.0
-        known = manifest.load(spec["manifest"], self.name)
-        self._even = known.origin is msgspec.UNSET  # chunks are alike, and small
-        self._get = self._source(spec["remote"], known)
-        if spec["remote"].startswith(objects.REGISTRY):  # a registry is no store to stand on: all of it comes, behind what is read
-            self._ahead = list(range(len(known.chunks)))
-        self.filler = Filler(self.fd, known, bitmap(spec["data"]), self.fetch, worker.pool, self.whole)
-        os.close(fds[2])
-        self.closed = False
-        self.flushing = threading.Lock()
-        self.fetched = self.rest = self.busy = 0  # for the flusher
-
-    # --- the store -------------------------------------------------------------------------------------------------
-
-    def fetch(self, offset: int, length: int) -> Any:
-        """Bytes of the blob from the store; tries again while the readers have patience. Raises `OSError` EIO."""
-        end = time.monotonic() + self._patience
-        pause = 0.05
-        while True:
-            try:
-                return self._get(offset, length)
-            except DsecError as error:
-                if not error.retryable or time.monotonic() + pause > end:
-                    raise OSError(errno.EIO, str(error)) from error
-            time.sleep(pause)
-            pause = min(pause * 2, 1.0)
-
-    def _source(self, url: str, known: manifest.Manifest) -> Callable[[int, int], Any]:
-        if url.startswith(objects.REGISTRY):
-            from dsec.layers import blobrange  # few layers need it, and what it needs
-
-            return blobrange.BlobRange(url, known)
-        import obstore
-
-        store, key = self.worker.store(url), f"layers/{self.name.removeprefix('sha256:')}/data"
-
-        def get(offset: int, length: int) -> Any:
-            with objects.errors(self.name):
-                return obstore.get_range(store, key, start=offset, length=length)
-
-        return get
-
-    def whole(self) -> None:
-        self.write_touched()
-        self.worker.tell({"name": self.name, "what": "whole", "fetched": self.filler.fetched, "requests": self.filler.requests})
-        self.worker.wake_up()
-
-    # --- events ----------------------------------------------------------------------------------------------------
-
-    def recover(self) -> None:
-        """Answer what a worker before us took and left behind; new events wait until then."""
-        left = [n for n in range(SLOTS) if any(self._part(n)[:4])]
-        if not left:
-            return
-        waiting = threading.Semaphore(0)
-        for slot in left:
-            event = self.gate.event(self._part(slot))
-            if event is None:
-                self._clear(slot)
-                waiting.release()
-                continue
-            self.free.remove(slot)
-            self._serve(slot, event, ours=False, then=waiting.release)
-        for _ in left:
-            waiting.acquire()
-        self.worker.tell({"name": self.name, "what": "recovered", "events": len(left)})
-
-    def take(self) -> None:
-        """Read what is there; each event into a slot of its own. Raises `Over`."""
-        while True:
-            with self.lock:
-                slot = self.free.pop() if self.free else -1
-            if slot < 0:  # too many under way: the rest waits in the kernel
-                time.sleep(0.001)
-                return
-            part = self._part(slot)
-            try:
-                taken = self.gate.take(part)
-            except OSError as error:  # no descriptor left: the kernel has refused the reader
-                self._trouble(error)
-                taken = False
-            if not taken:
-                with self.lock:
-                    self.free.append(slot)
-                return
-            event = self.gate.event(part)
-            if event is None:
-                self._clear(slot)
-                continue
-            self._serve(slot, event, ours=True)
-
-    def _part(self, slot: int) -> memoryview:
-        return self.view[slot * self.slot : (slot + 1) * self.slot]
-
-    def _serve(self, slot: int, event: Event, *, ours: bool, then: Callable[[], object] | None = None) -> None:
-        wanted = self.filler.chunks(event[1], event[2])
-
-        def answer(error: OSError | None, *, wait: bool) -> None:
-            # The kernel takes a few errors only, and would let a reader wait for ever for another.
-            number = 0 if error is None else error.errno if error.errno in (errno.ENOSPC, errno.EDQUOT) else errno.EIO
-            if not self.gate.answer(event, number or 0, wait=wait):
-                self.worker.local.submit(answer, error, wait=True)  # others need not wait for the disk too
-                return
-            self._clear(slot)  # before the number can be used again
-            if ours:
-                self.gate.forget(event)
-            if error is not None:
-                self._trouble(error)
-            if then is not None:
-                then()
-
-        self.filler.want(wanted, lambda error: answer(error, wait=False), beside=self._pairs(wanted))
-        self._note(wanted)
-
-    def _clear(self, slot: int) -> None:
-        self._part(slot)[:4] = b"\0\0\0\0"
-        with self.lock:
-            self.free.append(slot)
-
-    def _note(self, wanted: range) -> None:
-        """Remember first reads for the next node's prefetch, and read ahead where reads are neighbours."""
-        for number in wanted:
-            if number not in self._seen:
-                self._seen.add(number)
-                self.touched.append(number)
-        if not wanted:
-            return
-        length = max(self._streams.pop(wanted[0], 0), self._streams.pop(wanted[0] - 1, 0) + 1)
-        self._streams[wanted[-1]] = length
-        if len(self._streams) > STREAMS:
-            self._streams.popitem(last=False)
-        first, last = wanted[-1] + 1, len(self.filler.manifest.chunks)
-        more = min(length // 2 + 1, RUN) if length >= SEQUENTIAL else 1 if first < last and self._dense(first) else 0
-        missing = [number for number in range(first, min(first + more, last)) if not self.filler.has(number)]
-        if missing:
-            self.worker.near.submit(self.filler.bring, missing)
-
-    def _dense(self, number: int) -> bool:
-        if self.filler.has(number):
-            return False
-        return sum(other in self._seen for other in range(number - AROUND, number + AROUND)) >= DENSE
-
-    def _pairs(self, wanted: range) -> range:
-        """A miss brings a pair of chunks: its round trip costs more than the other half, which is read soon more often than not."""
-        if not wanted or not self._even:
-            return wanted
-        return range(wanted[0] & ~1, min(wanted[-1] | 1, len(self.filler.manifest.chunks) - 1) + 1)
-
-    def prefetch(self) -> None:
-        """Replay an earlier run's first reads, a few at a time and neighbours together, so that whoever reads meanwhile waits for no more
-        than one request."""
-        known = len(self.filler.manifest.chunks)
-        numbers = [n for n in self._ahead if 0 <= n < known]
-        for start in range(0, len(numbers), WINDOW):
-            run: list[int] = []
-            for number in sorted(numbers[start : start + WINDOW]):
-                if run and (number != run[-1] + 1 or len(run) == STEP):
-                    self.worker.spare.submit(self.filler.bring, run)
-                    run = []
-                run.append(number)
-            self.worker.spare.submit(self.filler.bring, run)
-
-    def _trouble(self, error: OSError) -> None:
-        now = time.monotonic()
-        if now - self._told >= TROUBLE_EVERY_S:
-            self._told = now
-            self.worker.tell({"name": self.name, "what": "trouble", "text": str(error)})
-
-    # --- the end ---------------------------------------------------------------------------------------------------
-
-    def flush(self) -> None:
-        self.filler.flush()
-        self.write_touched()
-
-    def write_touched(self) -> None:
-        if self._touched_path and len(self.touched) > self._touched_written:
-            self._touched_written = len(self.touched)
-            temporary = f"{self._touched_path}.{os.getpid()}"
-            with open(temporary, "w") as file:
-                json.dump(self.touched[: self._touched_written], file)
-            os.rename(temporary, self._touched_path)
-
-    def close(self) -> None:
-        """Let go of the gate: it is gone when all have done so. Waits for what is under way."""
-        with self.flushing:
-            self.closed = True
-        try:
-            self.filler.close()
-        except OSError as error:  # a full disk: what is not durable is fetched again one day
-            self._trouble(error)
-        self.gate.close()
-        os.close(self.fd)
-        self.worker.wake_up()
 
 
 class Worker:
@@ -281,9 +62,13 @@ class Worker:
         self.local = ThreadPoolExecutor(LOCAL, "local")
         self.busy: list[threading.Thread] = []  # with the beginning or the end of a blob
         self.poll = select.epoll()
+        self.hand = Hand()
+        self.served: dict[int, Blob] = {}  # those of which the hand knows
+        self.away = 0  # threads that fetch what they have taken
         self.wake, self.wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self.stores: dict[str, Any] = {}
         self.fresh: list[Blob] = []
+        self.over: list[Blob] = []  # nothing reads them any more
         self.dropped: set[str] = set()
         self.lock = threading.Lock()
 
@@ -307,6 +92,8 @@ class Worker:
         self.poll.register(self.control.fileno(), select.EPOLLIN)
         self.poll.register(self.wake, select.EPOLLIN)
         threading.Thread(target=self._flusher, daemon=True).start()
+        for _ in range(DEMAND + 1):
+            threading.Thread(target=self._serve, name=SERVE, daemon=True).start()
         while self.control is not None or self.blobs or any(thread.is_alive() for thread in self.busy):
             for fd, _ in self.poll.poll(5.0):
                 if self.control is not None and fd == self.control.fileno():
@@ -314,18 +101,50 @@ class Worker:
                 elif fd == self.wake:
                     os.read(self.wake, 4096)
                     self._begin()
+                    self._let_go()
                     for blob in [blob for blob in self.blobs.values() if self.control is None and blob.filler.left == 0]:
                         if not blob.gate.lasting:
                             self._end(blob)
-                elif fd in self.blobs:
-                    self._take(self.blobs[fd])
 
-    def _take(self, blob: Blob) -> None:
+    def _serve(self) -> None:
+        """One of the threads that take events. It goes on with what it took, without a word to others, and leaves the gate to the next;
+        one is always left to answer those whose chunks are there."""
+        found = Found()
+        while True:
+            self.hand.wait(found)
+            if (blob := self.served.get(found.number)) is not None:
+                self._see_to(blob, found)
+
+    def _see_to(self, blob: Blob, found: Found) -> None:
+        if found.kind == FRESH:
+            blob.bring(blob.note(found.offset, range(found.first, found.last + 1)))
+            return
+        runs: list[list[int]] = []
         try:
-            blob.take()
+            if found.kind == MISSING:
+                runs = blob.missed(found.slot)
+            elif found.kind == READY:
+                runs = blob.take()
+            else:
+                blob.trouble(OSError(found.error, os.strerror(found.error)))
         except Over:
-            self._end(blob)
-            self.tell({"name": blob.name, "what": "unused"})
+            self.hand.arm(found.number, again=False)
+            self.over.append(blob)
+            self.wake_up()
+            return
+        self.hand.arm(found.number)
+        for number, run in enumerate(runs):
+            with self.lock:
+                here = number == len(runs) - 1 and self.away < DEMAND
+                self.away += here
+            if not here:
+                blob.filler.apart(run)
+                continue
+            try:
+                blob.filler.run(run)
+            finally:
+                with self.lock:
+                    self.away -= 1
 
     def _command(self) -> None:
         assert self.control is not None
@@ -404,12 +223,19 @@ class Worker:
         with self.lock:
             fresh, self.fresh = self.fresh, []
         for blob in fresh:
-            self.blobs[blob.gate.fd] = blob
-            self.poll.register(blob.gate.fd, select.EPOLLIN)
+            self.blobs[blob.number] = self.served[blob.number] = blob
+            quick = not blob.gate.lasting and blob.even
+            self.hand.add(blob.number, blob.gate.fd, blob.view, blob.filler.have, blob.seen, blob.filler.manifest.chunk if quick else 0)
+
+    def _let_go(self) -> None:
+        while self.over:
+            blob = self.over.pop()
+            if blob.number in self.blobs:
+                self._end(blob)
+                self.tell({"name": blob.name, "what": "unused"})
 
     def _end(self, blob: Blob) -> None:
-        self.blobs.pop(blob.gate.fd, None)
-        self.poll.unregister(blob.gate.fd)
+        del self.blobs[blob.number]
         self._apart(blob.close)
 
     def _orphaned(self) -> None:
@@ -457,7 +283,7 @@ class Worker:
             if blob.rest == REST:
                 blob.filler.drop()
         except OSError as error:  # a full disk: what is not durable is fetched again one day
-            blob._trouble(error)
+            blob.trouble(error)
 
 
 def gate(spec: dict[str, Any], fds: list[int]) -> Gate:
@@ -522,7 +348,15 @@ def _is_loader(pid: int) -> bool:
         return False
 
 
+def _died(what: threading.ExceptHookArgs) -> None:
+    """A thread that takes events must not be missing: the next worker answers what this one has taken."""
+    threading.__excepthook__(what)
+    if what.thread is not None and what.thread.name == SERVE:
+        os._exit(1)
+
+
 def main() -> None:
+    threading.excepthook = _died
     for signum in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
         signal.signal(signum, signal.SIG_IGN)
     syscalls.prctl(syscalls.PR_SET_NAME, ctypes.addressof(_COMM))

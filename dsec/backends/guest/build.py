@@ -32,6 +32,7 @@ PROGRAMS: dict[str, str] = {
     "launcher": "../launcher",
     "oci": "../wrapper",
     "shim": "../shim",
+    "hand": "../../layers/native",
 }
 FLAGS = (
     *("-std=gnu11", "-Os", "-static", "-s"),
@@ -39,7 +40,8 @@ FLAGS = (
     *("-fno-asynchronous-unwind-tables", "-ffunction-sections", "-Wl,--gc-sections"),
 )
 # What is loaded into a program of another C library, and so stands on none.
-LIBRARIES = {"shim": (*("-std=gnu11", "-Os", "-shared", "-fPIC", "-nostdlib", "-s"), *("-Wall", "-Wextra", "-Werror"))}
+_LIBRARY = (*("-std=gnu11", "-Os", "-shared", "-fPIC", "-nostdlib", "-s"), *("-Wall", "-Wextra", "-Werror"))
+LIBRARIES = dict.fromkeys(("shim", "hand"), _LIBRARY)
 
 
 class BuildError(RuntimeError):

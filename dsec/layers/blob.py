@@ -1,0 +1,242 @@
+"""One blob that the loader fills, and its readers: what they read is fetched, checked and written before they go on."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import json
+import mmap
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from dsec.errors import DsecError
+from dsec.layers import manifest, objects, ranges, units
+from dsec.layers.chunks import Filler, Start
+from dsec.layers.gate import SLOTS, Event, Gate
+from dsec.layers.mounts import bitmap
+
+if TYPE_CHECKING:
+    from dsec.layers.loader import Worker
+
+REQUEST_S = 5.0  # a store may be silent so long; obstore's own retries are in it
+WINDOW, STEP = 48, 8  # chunks of a prefetch list that are sorted together; neighbours of them in one request
+TROUBLE_EVERY_S = 1.0
+
+_numbers = itertools.count()
+
+
+class Blob:
+    """One blob in the making and its readers."""
+
+    def __init__(self, worker: Worker, spec: dict[str, Any], way: Gate, fds: list[int]) -> None:
+        self.worker = worker
+        self.number = next(_numbers)
+        self.name: str = spec["name"]
+        self.gate = way
+        self.fd, self.slot = fds[1], self.gate.slot
+        self.journal = mmap.mmap(fds[2], self.slot * SLOTS)
+        self.view = memoryview(self.journal)
+        self._next = 0  # slot
+        self.lock = threading.Lock()
+        self.touched: list[int] = []
+        self._touched_path: str = spec["touched"]
+        self._touched_written = 0
+        self._ahead: list[int] = spec["ahead"]
+        self._listed = set(self._ahead)
+        self._patience: float = spec["patience"]
+        self._told = 0.0
+        known = manifest.load(spec["manifest"], self.name)
+        self.even = known.origin is msgspec.UNSET  # chunks are alike, and small
+        self._get = self._source(spec["remote"], known)
+        if spec["remote"].startswith(objects.REGISTRY):  # a registry is no store to stand on: all of it comes, behind what is read
+            self._ahead = list(range(len(known.chunks)))
+        self.filler = Filler(self.fd, known, bitmap(spec["data"]), self.fetch, worker.pool, self.whole)
+        self.seen = bytearray(len(known.chunks))  # shared with the hand
+        self._noted = bytearray(len(known.chunks))
+        self._units = units.Units(units.read(spec.get("meta", "")), known.chunk, len(known.chunks)) if self.even else None
+        os.close(fds[2])
+        self.closed = False
+        self.flushing = threading.Lock()
+        self.fetched = self.rest = self.busy = 0  # for the flusher
+
+    # --- the store -------------------------------------------------------------------------------------------------
+
+    def fetch(self, spans: Sequence[ranges.Span]) -> ranges.Given:
+        """Pieces of the blob from the store; tries again while the readers have patience. Raises `OSError` EIO."""
+        end = time.monotonic() + self._patience
+        pause, given = 0.05, 0
+        while True:
+            try:
+                for piece in self._get(spans[given:]):
+                    given += 1
+                    yield piece
+                return
+            except DsecError as error:
+                if not error.retryable or time.monotonic() + pause > end:
+                    raise OSError(errno.EIO, str(error)) from error
+            time.sleep(pause)
+            pause = min(pause * 2, 1.0)
+
+    def _source(self, url: str, known: manifest.Manifest) -> ranges.Pieces:
+        if url.startswith(objects.REGISTRY):
+            from dsec.layers import blobrange  # few layers need it, and what it needs
+
+            return ranges.whole(blobrange.BlobRange(url, known))
+        path = f"layers/{self.name.removeprefix('sha256:')}/data"
+        return ranges.pieces(url, path, self.worker.store(url), REQUEST_S)
+
+    def whole(self) -> None:
+        self.write_touched()
+        self.worker.tell({"name": self.name, "what": "whole", "fetched": self.filler.fetched, "requests": self.filler.requests})
+        self.worker.wake_up()
+
+    # --- events ----------------------------------------------------------------------------------------------------
+
+    def recover(self) -> None:
+        """Answer what a worker before us took and left behind; new events wait until then."""
+        left = [n for n in range(SLOTS) if any(self._part(n)[:4])]
+        if not left:
+            return
+        waiting = threading.Semaphore(0)
+        for slot in left:
+            event = self.gate.event(self._part(slot))
+            if event is None:
+                self._clear(slot)
+                waiting.release()
+                continue
+            self._serve(slot, event, then=waiting.release)
+        for _ in left:
+            waiting.acquire()
+        self.worker.tell({"name": self.name, "what": "recovered", "events": len(left)})
+
+    def take(self) -> list[list[int]]:
+        """Read one event into a free slot and see to it (`missed`). One thread at a time. Raises `Over`."""
+        for _ in range(SLOTS):
+            part = self._part(self._next)
+            if not any(part[:4]):
+                break
+            self._next = (self._next + 1) % SLOTS
+        else:  # too many under way: the rest waits in the kernel
+            time.sleep(0.001)
+            return []
+        try:
+            taken = self.gate.take(part)
+        except OSError as error:  # no descriptor left: the kernel has refused the reader
+            self.trouble(error)
+            return []
+        return self.missed(self._next) if taken else []
+
+    def missed(self, slot: int) -> list[list[int]]:
+        """Answer the event in a slot if its chunks are there. If not, they are claimed, and the caller fetches what is returned."""
+        event = self.gate.event(self._part(slot))
+        if event is None:
+            self._clear(slot)
+            return []
+        runs: list[list[int]] = []
+        self._serve(slot, event, start=runs.append)
+        return runs
+
+    def _part(self, slot: int) -> memoryview:
+        return self.view[slot * self.slot : (slot + 1) * self.slot]
+
+    def _serve(self, slot: int, event: Event, *, then: Callable[[], object] | None = None, start: Start | None = None) -> None:
+        """``then``: it is a dead worker's, whose descriptors went with it, and somebody waits for the answer."""
+        wanted = self.filler.chunks(event[1], event[2])
+
+        def answer(error: OSError | None, *, wait: bool) -> None:
+            # The kernel takes a few errors only, and would let a reader wait for ever for another.
+            number = 0 if error is None else error.errno if error.errno in (errno.ENOSPC, errno.EDQUOT) else errno.EIO
+            if not self.gate.answer(event, number or 0, wait=wait):
+                self.worker.local.submit(answer, error, wait=True)  # others need not wait for the disk too
+                return
+            self._clear(slot)  # before the number can be used again
+            if then is None:
+                self.gate.forget(event)
+            if error is not None:
+                self.trouble(error)
+            if then is not None:
+                then()
+
+        more = self.note(event[1], wanted)
+        behind = list(itertools.takewhile(more.__contains__, itertools.count(wanted.stop)))
+        if self.filler.want(wanted, lambda error: answer(error, wait=False), behind, start):
+            more = [number for number in more if number not in behind]
+        self.bring(more)
+
+    def _clear(self, slot: int) -> None:
+        self._part(slot)[:4] = b"\0\0\0\0"
+
+    def note(self, offset: int, wanted: range) -> list[int]:
+        """Remember first reads, for the next node's prefetch; returns what should be fetched beside them."""
+        with self.lock:
+            for number in wanted:
+                if not self._noted[number]:
+                    self._noted[number] = self.seen[number] = 1
+                    self.touched.append(number)
+            if not wanted or self._units is None or self._listed.issuperset(wanted):  # the list knows what comes next
+                return []
+            return self._units.read(offset, wanted, self.filler.coming)
+
+    def bring(self, numbers: list[int]) -> None:
+        """Fetch what nobody waits for yet; neighbours together."""
+        run: list[int] = []
+        for number in sorted(numbers):
+            if run and number != run[-1] + 1:
+                self.worker.near.submit(self.filler.bring, run)
+                run = []
+            run.append(number)
+        if run:
+            self.worker.near.submit(self.filler.bring, run)
+
+    def prefetch(self) -> None:
+        """Replay an earlier run's first reads, a few at a time and neighbours together, so that whoever reads meanwhile waits for no more
+        than one request."""
+        known = len(self.filler.manifest.chunks)
+        numbers = [n for n in self._ahead if 0 <= n < known]
+        for start in range(0, len(numbers), WINDOW):
+            run: list[int] = []
+            for number in sorted(numbers[start : start + WINDOW]):
+                if run and (number != run[-1] + 1 or len(run) == STEP):
+                    self.worker.spare.submit(self.filler.bring, run)
+                    run = []
+                run.append(number)
+            self.worker.spare.submit(self.filler.bring, run)
+
+    def trouble(self, error: OSError) -> None:
+        now = time.monotonic()
+        if now - self._told >= TROUBLE_EVERY_S:
+            self._told = now
+            self.worker.tell({"name": self.name, "what": "trouble", "text": str(error)})
+
+    # --- the end ---------------------------------------------------------------------------------------------------
+
+    def flush(self) -> None:
+        self.filler.flush()
+        self.write_touched()
+
+    def write_touched(self) -> None:
+        if self._touched_path and len(self.touched) > self._touched_written:
+            self._touched_written = len(self.touched)
+            temporary = f"{self._touched_path}.{os.getpid()}"
+            with open(temporary, "w") as file:
+                json.dump(self.touched[: self._touched_written], file)
+            os.rename(temporary, self._touched_path)
+
+    def close(self) -> None:
+        """Let go of the gate: it is gone when all have done so. Waits for what is under way."""
+        self.worker.hand.remove(self.number)
+        with self.flushing:
+            self.closed = True
+        try:
+            self.filler.close()
+        except OSError as error:  # a full disk: what is not durable is fetched again one day
+            self.trouble(error)
+        self.gate.close()
+        os.close(self.fd)
+        self.worker.served.pop(self.number)
+        self.worker.wake_up()
