@@ -120,6 +120,7 @@ _NR = {
     "landlock_create_ruleset": 444,
 }
 _ARCHES = ("x86_64", "aarch64")
+_KCMP = {"x86_64": 312, "aarch64": 272}  # older than the common table
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.syscall.restype = ctypes.c_long
@@ -332,6 +333,17 @@ def pidfd_send_signal(pidfd: int, signum: int) -> bool:
 def pidfd_getfd(pidfd: int, number: int) -> int:
     """A copy of a descriptor of another process. Needs ptrace access to it. Raises `OSError`."""
     return _syscall("pidfd_getfd", pidfd, number, 0)
+
+
+def same_memory(pid: int, other: int) -> bool:
+    """Whether two processes run in one memory, as a parent in vfork(2) and its child do (kcmp(2), KCMP_VM)."""
+    number = _KCMP.get(platform.machine())
+    if number is None:
+        raise OSError(errno.ENOSYS, "kcmp is known for x86_64 and aarch64 only")
+    order = int(_libc.syscall(*(ctypes.c_long(each) for each in (number, pid, other, 1, 0, 0))))
+    if order < 0:
+        raise oserror("kcmp")
+    return order == 0
 
 
 def waitid(pidfd: int, *, block: bool = False, keep: bool = False) -> tuple[int, int] | None:

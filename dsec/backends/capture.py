@@ -13,7 +13,7 @@ import contextlib
 import os
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -27,6 +27,7 @@ from dsec.layers import tools
 
 PATIENCE = 5.0  # seconds for the agent's answer
 TIMEOUT = 300.0  # seconds for CRIU
+TRIES = 40  # to catch a sandbox in which nobody is in the middle of a vfork: less than a second of it running on
 DEVICES = frozenset(("null", "zero", "full", "random", "urandom", "tty"))
 
 
@@ -39,14 +40,25 @@ class Tools(msgspec.Struct, frozen=True):
     shim: str
 
 
-class Capture:
-    """One dump of one sandbox into ``place``, a directory that does not exist yet. ``owner``: the id on the node of its root."""
+class Subject(msgspec.Struct, frozen=True, kw_only=True):
+    """Whose processes are captured."""
 
-    def __init__(
-        self, tools: Tools, place: str, *, sandbox: str, init: int, owner: int, socket_path: str, generation: int, freezer: str
-    ) -> None:
-        self.programs, self.place, self.sandbox, self.init, self.owner = tools, place, sandbox, init, owner
-        self._path, self._generation, self._freezer = socket_path, generation, freezer
+    sandbox: str
+    init: int
+    owner: int  # the id on the node of its root
+    socket_path: str
+    generation: int
+    freezer: str
+    freeze: Callable[[bool], Awaitable[None]]
+    pids: Callable[[], tuple[int, ...]]  # of all its processes (blocking)
+
+
+class Capture:
+    """One dump of one sandbox into ``place``, a directory that does not exist yet."""
+
+    def __init__(self, programs: Tools, place: str, subject: Subject) -> None:
+        self.programs, self.place, self.subject = programs, place, subject
+        self.sandbox, self.init = subject.sandbox, subject.init
         self._listener = 0
         self._image: criu.Image
         self.size = 0  # bytes on disk, once it is there
@@ -57,12 +69,14 @@ class Capture:
 
     async def dump(self) -> None:
         """While it stands still; it does so again afterwards. Raises `Unsupported` for what these processes hold, and `Undone`."""
+        await self._between_forks()
         image = await tools.in_thread(self._look)
-        programs = self.programs
-        argv = criu.dump_command(programs.criu, self.init, self.place, self._freezer, image.upper, image.outside)
+        programs, subject = self.programs, self.subject
+        argv = criu.dump_command(programs.criu, self.init, self.place, subject.freezer, image.upper, image.outside)
+        argv = [programs.launcher, "owner", str(subject.owner), str(self.init), *argv]
         try:
             async with asyncio.timeout(TIMEOUT):
-                await tools.run([programs.launcher, "owner", str(self.owner), str(self.init), *argv], env={"LD_PRELOAD": programs.shim})
+                await tools.run(argv, env={"LD_PRELOAD": programs.shim})
         except TimeoutError as error:
             raise Undone(f"criu did not end within {TIMEOUT:.0f} s", sandbox=self.sandbox, reason="snapshot") from error
         except NodeError as error:
@@ -73,6 +87,17 @@ class Capture:
         """Once it may run again: what was written is there after a power cut too."""
         self.size = await tools.in_thread(self._keep, self._image)
 
+    async def _between_forks(self) -> None:
+        """A process in vfork waits for its child, and the child cannot go on while it is dumped: let them, and try again."""
+        for attempt in range(TRIES):
+            if not await tools.in_thread(self._forking):
+                return
+            await self.subject.freeze(False)
+            await asyncio.sleep(0.001 * attempt)
+            await self.subject.freeze(True)
+        text = "its processes cannot be kept: one runs in the memory of another"
+        raise Unsupported(text, sandbox=self.sandbox, reason="snapshot", fix="end what has called vfork or clone(CLONE_VM)")
+
     async def discard(self) -> None:
         await tools.in_thread(_discard, self.place)
 
@@ -80,9 +105,18 @@ class Capture:
     def _prepare(self) -> None:
         os.makedirs(self.place, mode=0o700)
         try:
-            self._listener = move_house(self.init, self._path, self._generation)
+            self._listener = move_house(self.init, self.subject.socket_path, self.subject.generation)
         except (OSError, wire.WireError) as error:
             raise Undone(f"its agent does not take another socket: {error}", sandbox=self.sandbox, reason="snapshot") from error
+
+    def _forking(self) -> bool:
+        pids = self.subject.pids()
+        for pid in pids:
+            with contextlib.suppress(OSError):
+                parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+                if parent in pids and syscalls.same_memory(pid, parent):
+                    return True
+        return False
 
     def _look(self) -> criu.Image:
         upper = os.stat(f"/proc/{self.init}/fd/{criu.UPPER_FD}")
@@ -107,25 +141,30 @@ class Capture:
         return kind(f"its processes cannot be kept: {why}", sandbox=self.sandbox, reason="snapshot", fix=fix)
 
     def _keep(self, image: criu.Image) -> int:
-        Path(self.place, criu.RECORD).write_bytes(msgspec.json.encode(image))
-        total = 0
-        with os.scandir(self.place) as entries:
-            for entry in entries:
-                fd = os.open(entry.path, os.O_RDONLY | os.O_CLOEXEC)
-                try:
-                    os.fchown(fd, 0, 0)
-                    os.fchmod(fd, 0o444)  # nobody reaches them here; the root of what is restored opens them, whatever its id
-                    os.fsync(fd)
-                    total += os.fstat(fd).st_blocks * 512
-                finally:
-                    os.close(fd)
-        for path in (self.place, os.path.dirname(self.place)):
-            fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            try:
-                os.fsync(fd)
-            finally:
-                os.close(fd)
+        total, sizes = 0, {}
+        for path in sorted(Path(self.place).glob("*.img")):
+            with _synced(path, os.O_RDONLY) as fd:
+                os.fchown(fd, 0, 0)
+                os.fchmod(fd, 0o444)  # nobody reaches them here; the root of what is restored opens them, whatever its id
+                total += os.fstat(fd).st_blocks * 512
+                sizes[path.name] = os.fstat(fd).st_size
+        record = Path(self.place, criu.RECORD)
+        record.write_bytes(msgspec.json.encode(msgspec.structs.replace(image, sizes=sizes)))
+        for path, flags in ((record, os.O_RDONLY), (record.parent, os.O_DIRECTORY), (record.parent.parent, os.O_DIRECTORY)):
+            with _synced(path, flags):
+                pass
         return total
+
+
+@contextlib.contextmanager
+def _synced(path: Path, flags: int) -> Iterator[int]:
+    """A descriptor of it, and then it is on the disk."""
+    fd = os.open(path, flags | os.O_CLOEXEC)
+    try:
+        yield fd
+        os.fsync(fd)
+    finally:
+        os.close(fd)
 
 
 def _discard(place: str) -> None:

@@ -496,7 +496,11 @@ class ContainerBackend:
 
     def find_init(self, plan: LaunchPlan) -> int:
         """The process of the sandbox's group that is number 1 in its pid namespace; 0 when there is none."""
-        return runtime.init_among(self._cgroups.pids(plan.ulid))
+        return runtime.init_among(self.pids(plan))
+
+    def pids(self, plan: LaunchPlan) -> tuple[int, ...]:
+        """Of all its processes, as the node numbers them."""
+        return self._cgroups.pids(plan.ulid)
 
     async def reap(self, known: frozenset[str]) -> tuple[str, ...]:
         await self._ensure_holder()

@@ -35,6 +35,7 @@ class Image(msgspec.Struct, frozen=True, kw_only=True):
     upper: str  # CRIU's name for the descriptor of the upper
     outside: dict[str, str]  # mounts that come from outside of the sandbox: by their place, what lies there
     version: str  # of the CRIU that made it
+    sizes: dict[str, int] = {}  # of its files: with one that was cut off a restore may wait for ever
 
 
 def find() -> tuple[str, str]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from dsec.backends.base import LaunchPlan, PackOrder
+from dsec.backends.capture import Subject
 from dsec.backends.pack import pack_upper
 from dsec.errors import NodeError, Unsupported
 from dsec.model import Exit, ExitReason, PackedLayer, Paused, Usage
@@ -115,22 +116,33 @@ class ContainerInstance:
 
     async def pack_diff(self, order: PackOrder, paused: bool, thawed: Callable[[], object], /) -> PackedLayer:
         backend, plan = self._backend, self.plan
+        freeze = functools.partial(backend.pauser.freeze, plan.ulid)
         pack = functools.partial(
             pack_upper,
             self,
             backend.layers,
             order,
             paused=paused,
-            freeze=functools.partial(backend.pauser.freeze, plan.ulid),
+            freeze=freeze,
             find_init=functools.partial(backend.find_init, plan),
         )
         if not order.processes:
             return await pack(thawed=thawed)
         if paused:
             raise Unsupported("the processes of a paused sandbox cannot be kept", sandbox=self.id, reason="paused", fix="resume it first")
-        path = backend.socket_path(plan.ulid)
-        generation, freezer = backend.options.generation, backend.pauser.place(plan.ulid)
-        capture = backend.snapshots.capture(order.processes, plan, self.pid, path, generation, freezer)
+        capture = backend.snapshots.capture(
+            order.processes,
+            Subject(
+                sandbox=self.id,
+                init=self.pid,
+                owner=plan.idmap.base if plan.idmap is not None else 0,
+                socket_path=backend.socket_path(plan.ulid),
+                generation=backend.options.generation,
+                freezer=backend.pauser.place(plan.ulid),
+                freeze=freeze,
+                pids=functools.partial(backend.pids, plan),
+            ),
+        )
 
         def runs() -> None:
             self.link.let_go()

@@ -41,14 +41,24 @@ class RestoreDriver:
         if image.version.split(".")[0] != self.program[1].split(".")[0]:
             text = f"its processes were kept by criu {image.version}, and this node has {self.program[1]} now"
             raise NodeError(text, sandbox=plan.id, reason="snapshot", retryable=False)
+        for name, size in image.sizes.items():
+            if (found := self._size(place / name)) != size:
+                text = f"the images of its processes are damaged: {name} has {found} bytes of {size}"
+                raise NodeError(text, sandbox=plan.id, reason="snapshot", retryable=False)
         with contextlib.suppress(FileNotFoundError):
             trees.remove(own)
         own.mkdir(mode=0o711)  # the restored tree's root opens them, by a descriptor of this directory
-        for path in place.iterdir():
+        for path in map(place.__truediv__, image.sizes):
             if path.name.startswith("userns-") and plan.idmap is not None:
                 (own / path.name).write_bytes(criu.with_ids(path.read_bytes(), plan.idmap.base, plan.idmap.count))
-            elif path.suffix == ".img":
+            else:
                 os.link(path, own / path.name)
+
+    @staticmethod
+    def _size(path: Path) -> int:
+        with contextlib.suppress(OSError):
+            return path.stat().st_size
+        return 0
 
     def _image(self, plan: LaunchPlan) -> criu.Image:
         try:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from dsec import trees
 from dsec.backends import criu
-from dsec.backends.capture import Capture, Tools
+from dsec.backends.capture import Capture, Subject, Tools
 from dsec.backends.guest import build
 from dsec.backends.restore import RestoreDriver
 from dsec.errors import Unsupported
@@ -54,23 +54,14 @@ class Snapshots:
         if not plan.processes:
             return usual
         if self._restorer is None:
-            raise self._refused(plan)
+            raise self._refused(plan.id)
         return self._restorer
 
-    def capture(self, place: str, plan: LaunchPlan, init: int, socket_path: str, generation: int, freezer: str) -> Capture:
-        """See `Capture`. Raises `Unsupported`."""
-        if self._tools is None or plan.idmap is None:
-            raise self._refused(plan)
-        return Capture(
-            self._tools,
-            place,
-            sandbox=plan.id,
-            init=init,
-            owner=plan.idmap.base,
-            socket_path=socket_path,
-            generation=generation,
-            freezer=freezer,
-        )
+    def capture(self, place: str, subject: Subject) -> Capture:
+        """Raises `Unsupported`."""
+        if self._tools is None:
+            raise self._refused(subject.sandbox)
+        return Capture(self._tools, place, subject)
 
     def place(self, name: str) -> str:
         """Where the images of a capture lie that has this name."""
@@ -87,5 +78,5 @@ class Snapshots:
         with contextlib.suppress(FileNotFoundError):
             trees.remove(self.place(name))
 
-    def _refused(self, plan: LaunchPlan) -> Unsupported:
-        return Unsupported(f"this node cannot keep processes: {self.missing}", sandbox=plan.id, reason="snapshot", fix='use "disk"')
+    def _refused(self, sandbox: str) -> Unsupported:
+        return Unsupported(f"this node cannot keep processes: {self.missing}", sandbox=sandbox, reason="snapshot", fix='use "disk"')

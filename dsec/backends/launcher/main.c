@@ -1,9 +1,11 @@
 #include "launcher.h"
 #include <fcntl.h>
 #include <sched.h>
+#include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/prctl.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -30,6 +32,8 @@ static int owner_main(const char *id, const char *init, char **command) {
     int fd = (int)syscall(SYS_pidfd_open, atoi(init), 0);
     if (fd < 0 || setns(fd, CLONE_NEWIPC | CLONE_NEWUTS)) fail("enter the namespaces of %s", init);
     become_owner((uint32_t)strtoul(id, NULL, 10));
+    /* After the change of ids, which clears it. A dump that nobody waits for would freeze again, in the end, what nobody is there to thaw. */
+    if (prctl(PR_SET_PDEATHSIG, SIGKILL)) fail("end with the one who asks");
     execv(command[0], command);
     fail("execute %s", command[0]);
 }

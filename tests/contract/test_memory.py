@@ -1,0 +1,160 @@
+"""Captures and restores of processes that fail half-way, over the container backend: the sandbox goes on, and nothing is left."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import pytest_asyncio
+
+from dsec.backends import criu
+from dsec.backends.base import Instance, LaunchPlan, PackOrder, Undone
+from dsec.errors import Unsupported
+from dsec.layers.store import LayerStore
+from dsec.model import MIB, ExecSpec, LayerRef, PackedLayer
+from tests.contract.test_pack import ROOMY, Shelves
+from tests.fixtures_backend import MakeYard, Yard, sh
+
+pytestmark = [pytest.mark.guest, pytest.mark.needs("root", "cgroup", "guest", "criu")]
+OP = "5" * 32
+COUNTER = "n=0; while :; do n=$((n+1)); echo $n >/root/n; sleep 0.02; done"
+NAME = "checkpoint/t/1"
+
+
+@pytest.fixture
+def yard(leftovers: object, make_yard: MakeYard) -> Yard:
+    return make_yard("container")
+
+
+@pytest_asyncio.fixture
+async def backend(yard: Yard, state_dir: Path) -> AsyncIterator[Any]:
+    assert yard.mount is not None
+    yard.layers = Shelves(yard.mount, LayerStore(state_dir / "layers"))
+    yield await yard.backend(disk_store_bytes=512 * MIB)
+
+
+@pytest_asyncio.fixture
+async def box(yard: Yard, backend: Any) -> AsyncIterator[Any]:
+    box = await backend.launch(yard.plan(backend.node, resources=ROOMY))
+    await box.link.start(OP, ExecSpec(argv=("/bin/sh", "-c", COUNTER), background=True))
+    yield box
+    await box.stop()
+
+
+async def captured(backend: Any, box: Instance) -> PackedLayer:
+    order = PackOrder(name=NAME, whole=True, processes=backend.snapshots.place(NAME))
+    return await box.pack_diff(order, False, lambda: None)
+
+
+def standing_on(yard: Yard, backend: Any, layer: PackedLayer, below: LaunchPlan, **fields: Any) -> LaunchPlan:
+    lowers = (LayerRef(name=layer.name, digest=layer.digest), *below.lowers)
+    plan = yard.plan(backend.node, resources=ROOMY, **fields)
+    return msgspec.structs.replace(plan, lowers=lowers, processes=backend.snapshots.place(NAME))
+
+
+async def goes_on(box: Instance) -> int:
+    """Until its count has grown; where it is."""
+    begun = ""
+    async with asyncio.timeout(30):
+        while True:
+            code, now, _ = await sh(box, "cat /root/n")
+            if code == 0 and now.strip() and begun and now != begun:
+                return int(now)
+            begun = now.strip() and now
+            await asyncio.sleep(0.03)
+
+
+def hooked(monkeypatch: pytest.MonkeyPatch, path: Path, script: str) -> None:
+    """CRIU calls ``script`` at each step of a dump."""
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+    plain = criu.dump_command
+    monkeypatch.setattr(criu, "dump_command", lambda *args: [*plain(*args), "--action-script", str(path)])
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        pytest.param('[ "$CRTOOLS_SCRIPT_ACTION" != pre-dump ] || exit 1', id="refused at first"),
+        pytest.param('[ "$CRTOOLS_SCRIPT_ACTION" != post-dump ] || exit 1', id="refused at last"),
+        pytest.param('[ "$CRTOOLS_SCRIPT_ACTION" != network-lock ] || kill -9 $PPID', id="killed in the middle"),
+        pytest.param('[ "$CRTOOLS_SCRIPT_ACTION" != post-dump ] || kill -9 $PPID', id="killed at last"),
+    ],
+)
+async def test_a_capture_that_fails_leaves_nothing(
+    yard: Yard, backend: Any, box: Any, state_dir: Path, script: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sandbox and its processes go on, no images and no layer are there, and the next capture works."""
+    await goes_on(box)
+    with monkeypatch.context() as patch:
+        hooked(patch, state_dir / "hook", script)
+        with pytest.raises(Undone):
+            await captured(backend, box)
+    assert backend.snapshots.names() == frozenset()
+    assert not await box.stands_still()
+    assert await goes_on(box)
+    assert [op.running for op in await box.link.ops()].count(True) == 1
+    layer = await captured(backend, box)
+    child = await backend.launch(standing_on(yard, backend, layer, box.plan))
+    await goes_on(child)
+    await child.stop()
+    assert await goes_on(box)
+
+
+@pytest.mark.parametrize("mode", ["loop", "btrfs", "dir"])
+async def test_every_kind_of_writable_layer(yard: Yard, backend: Any, mode: str) -> None:
+    """Files that are open for writing go on where they are, whatever holds them."""
+    if mode not in backend.node.disk_modes:
+        pytest.skip(f"disk={mode}: {backend.capabilities.missing[f'disk={mode}']}")
+    box = await backend.launch(yard.plan(backend.node, resources=ROOMY, disk_mode=mode))
+    writer = "exec 3>/root/log; rm -f /root/n; n=0; while :; do n=$((n+1)); echo $n >&3; echo $n >/root/n; sleep 0.02; done"
+    await box.link.start(OP, ExecSpec(argv=("/bin/sh", "-c", writer), background=True))
+    await goes_on(box)
+    layer = await captured(backend, box)
+    child = await backend.launch(standing_on(yard, backend, layer, box.plan, disk_mode=mode))
+    await goes_on(child)
+    code, out, _ = await sh(child, "cat /root/log")
+    assert (code, out.split()[:3]) == (0, ["1", "2", "3"])
+    assert [int(line) for line in out.split()] == list(range(1, len(out.split()) + 1))
+    await child.stop()
+    await goes_on(box)
+    await box.stop()
+
+
+async def test_a_restore_that_fails_leaves_nothing(yard: Yard, backend: Any, box: Any, leftovers: Any) -> None:
+    """Images that are damaged: a typed error for each child, and nothing of it stays."""
+    await goes_on(box)
+    layer = await captured(backend, box)
+    place = Path(backend.snapshots.place(NAME))
+    whole = {path: path.read_bytes() for path in (place / "core-1.img", place / "dsec.json", max(place.glob("pages-*.img")))}
+    before = leftovers.snapshot()
+    damages = [(path, whole[path][: len(whole[path]) // 2]) for path in whole]
+    damages.append((core := place / "core-1.img", whole[core][:8] + bytes(len(whole[core]) - 8)))  # what only CRIU finds out
+    for path, data in damages:
+        path.write_bytes(data)
+        plans = [standing_on(yard, backend, layer, box.plan) for _ in range(2)]
+        outcomes = await asyncio.gather(*(backend.launch(plan) for plan in plans), return_exceptions=True)
+        assert [type(outcome) for outcome in outcomes] == [Undone, Undone], path.name
+        path.write_bytes(whole[path])
+    assert not leftovers.left_since(before, seconds=5.0)
+    child = await backend.launch(standing_on(yard, backend, layer, box.plan))
+    await goes_on(child)
+    await child.stop()
+
+
+async def test_without_criu_and_on_another_driver_it_says_why(yard: Yard, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`Capabilities.missing` has the reason, and a capture or a restore is refused with it."""
+    for word, options in (("DSEC_DISABLE", {}), ("crun", {"driver": "crun"})):
+        with monkeypatch.context() as patch:
+            if not options:
+                patch.setenv("DSEC_DISABLE", "criu")
+            backend = await yard.backend(**options)
+            assert (backend.capabilities.snapshot, word in backend.capabilities.missing["snapshot"]) == (False, True)
+            with pytest.raises(Unsupported) as caught:
+                await backend.launch(msgspec.structs.replace(yard.plan(backend.node), processes="/nonexistent"))
+            assert caught.value.reason == "snapshot"
+            await backend.shutdown()
