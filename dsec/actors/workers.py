@@ -43,7 +43,7 @@ RATE, BURST = 2_000.0, 8_000.0  # messages a second of one worker, or as many ti
 SLICE = 8 << 10  # bytes of a stranger's that are looked at in one go: some milliseconds
 PIECE = 128 << 10  # bytes that the agent is given at once
 SILENT = 5.0  # seconds in which a connection has to say who it is
-ASK = 5.0  # seconds between questions whether the workers of others live
+ASK = 5  # sweeps of the Edge between questions whether those live with whom sandboxes end
 AGAIN = 0.2, 5.0  # seconds before a way that broke is opened again: first, longest
 
 
@@ -73,7 +73,7 @@ class Workers:
         seed = Path(bus.signing_key).expanduser().read_text(encoding="ascii") if bus.signing_key else ""
         self.signer = Signer(seed, bus.signing_account) if seed else None
         self._bound: dict[str, set[str]] = {}  # id of a worker -> ulids here that end with it
-        self._asked = 0.0
+        self._sweeps = 0
         self._silent: dict[str, float] = {}  # Edges of workers that do not answer, and since when
         self._asking: asyncio.Task[None] | None = None
 
@@ -162,10 +162,10 @@ class Workers:
         """Which of these have ended, or were never here."""
         return LivesReply(gone=tuple(each for each in request.ids if SandboxId.parse(each).ulid not in self.edge.sandboxes))
 
-    def sweep(self, now: float) -> None:
+    def sweep(self) -> None:
         """Now and then, ask whether those live with whom sandboxes end."""
-        if self._bound and now >= self._asked + ASK and self.edge.bus.connected and (self._asking is None or self._asking.done()):
-            self._asked = now
+        self._sweeps += 1
+        if self._bound and self._sweeps % ASK == 0 and self.edge.bus.connected and (self._asking is None or self._asking.done()):
             self._asking = self.edge.spawn(self._ask())
 
     async def _ask(self) -> None:

@@ -34,7 +34,7 @@ async def test_an_edge_asks_for_the_end_that_it_did_not_hear(state_dir: Path) ->
             assert ended[sandbox.id].detail == f"{first.id} has ended, and this with it"
         home = SandboxId.parse(second.id).edge
         await cluster.edges[home].kill()
-        await asyncio.sleep(7)  # it is asked for meanwhile, and does not answer
+        await asyncio.sleep(3)  # it is asked for meanwhile, and does not answer
         other = [sandbox for sandbox in bound[second.id] if sandbox._id.edge != home]
         for sandbox in other:
             assert await sandbox.is_running()
