@@ -35,7 +35,7 @@ from dsec.backends.base import Instance, LaunchPlan
 from dsec.bus import subjects
 from dsec.bus.bus import Bus
 from dsec.bus.messages import Event, Failed, Heartbeat, NodeLoad, ReadyItem
-from dsec.bus.subjects import user_of
+from dsec.bus.subjects import lease_of, user_of
 from dsec.config import EdgeConfig
 from dsec.errors import Busy, DeadlineExceeded, DsecError, NodeError, SandboxGone
 from dsec.model import Exit, ExitReason, State
@@ -242,7 +242,8 @@ class Edge:
             sandbox.hold(instance)
         if record.lease:
             # A restarted Edge cannot know which claims were acknowledged: all count as claimed, and the lease gets a whole period.
-            self.leases.add(record.lease, (record.principal, record.project), record.lease_ttl_ms / 1000, record.ulid, now, claimed=True)
+            lease, owner = lease_of(record.principal, record.lease), (record.principal, record.project)
+            self.leases.add(lease, owner, record.lease_ttl_ms / 1000, record.ulid, now, claimed=True)
         unfinished, starting = record.state is not State.PAUSED, record.state in STARTING
         if record.still_at:  # it stood still while no Edge was there
             record.stood_ms, record.still_at = record.stood_ms + max(0, round((now - record.still_at) * 1000)), 0.0
@@ -395,7 +396,7 @@ class Edge:
                     sandbox.feed(On.LEASE, Exit(reason=ExitReason.LEASE, detail="no lease ever named it"))
             await self.commands.flush()
             self.checkpoints.sweep_soon()
-            self.workers.sweep(now)
+            self.workers.sweep()
             await self._forget_ended(now)
 
     async def _may_lapse(self, now: float) -> bool:

@@ -22,7 +22,7 @@ from dsec.actors.sandbox import Sandbox
 from dsec.actors.store import Record
 from dsec.backends.base import LaunchPlan
 from dsec.bus.messages import CancelRequest, Failed, LaunchItem, LaunchReply, LaunchRequest, Placed, ReadyItem, Refusal
-from dsec.bus.subjects import Caller, is_reply, user_of
+from dsec.bus.subjects import Caller, is_reply, lease_of, user_of
 from dsec.errors import Busy, Conflict, Denied, DsecError, InvalidRequest, NodeError, NotFound, SandboxGone, Unsupported
 from dsec.model import Exit, ExitReason, SandboxId, SandboxSpec, State, new_ulid
 
@@ -186,7 +186,7 @@ class Intake:
             return Refusal(index=item.index, error=full.body(), filter=refused_by)
         lease = request.lease
         owner = (request.principal, request.project)
-        if lease is not None and not edge.leases.add(lease.id, owner, lease.ttl_ms / 1000, ulid, now):
+        if lease is not None and not edge.leases.add(lease_of(request.principal, lease.id), owner, lease.ttl_ms / 1000, ulid, now):
             edge.ledger.release(ulid)
             edge.ledger.free_disk(ulid)
             self.slots.give_back(slot)

@@ -486,7 +486,8 @@ class Verbs:
         edge, now = self.edge, time.monotonic()
         owner = (caller.principal, caller.project)
         ttl = max(0.1, request.ttl_ms / 1000)
-        renewed = edge.leases.renew(request.lease, owner, ttl, request.seq, request.claims, request.drops, request.end, now)
+        lease = subjects.lease_of(caller.principal, request.lease)
+        renewed = edge.leases.renew(lease, owner, ttl, request.seq, request.claims, request.drops, request.end, now)
         if request.end:
             for ulid in renewed.stop:
                 if (sandbox := edge.sandboxes.get(ulid)) is not None:

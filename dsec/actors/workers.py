@@ -40,6 +40,7 @@ T = TypeVar("T")
 log = structlog.get_logger("dsec.workers")
 PORT = 4222  # on the worker's loopback, where a client of NATS looks first
 RATE, BURST = 2_000.0, 8_000.0  # messages a second of one worker, or as many times 64 KiB
+CALL = 20  # a connection counts as so many messages
 SLICE = 8 << 10  # bytes of a stranger's that are looked at in one go: some milliseconds
 PIECE = 128 << 10  # bytes that the agent is given at once
 SILENT = 5.0  # seconds in which a connection has to say who it is
@@ -63,6 +64,13 @@ def door_of(ulid: str) -> str:
     return hashlib.sha256(f"worker {ulid}".encode()).hexdigest()[:16] + "0" * 16
 
 
+def _seed(path: str) -> str:
+    try:
+        return Path(path).expanduser().read_text(encoding="ascii")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidRequest(f"cannot read the signing key: {error}", field="bus.signing_key", value=path) from error
+
+
 class Workers:
     """Part of an Edge."""
 
@@ -70,8 +78,7 @@ class Workers:
         self.edge = edge
         bus = edge.host.config.bus
         self.url, self.creds = bus.url, bus.creds
-        seed = Path(bus.signing_key).expanduser().read_text(encoding="ascii") if bus.signing_key else ""
-        self.signer = Signer(seed, bus.signing_account) if seed else None
+        self.signer = Signer(_seed(bus.signing_key), bus.signing_account) if bus.signing_key else None
         self._bound: dict[str, set[str]] = {}  # id of a worker -> ulids here that end with it
         self._sweeps = 0
         self._silent: dict[str, float] = {}  # Edges of workers that do not answer, and since when
@@ -255,6 +262,8 @@ class Way:
     async def _serve(self, op: str) -> None:
         upstream: Upstream | None = None
         try:
+            if pause := self.bucket.take(CALL, 0, time.monotonic()):
+                await asyncio.sleep(pause)
             async with self.sandbox.in_use():  # who speaks with the bus is not idle
                 upstream = await Upstream.open(self.workers.url, self.grant, creds=self.workers.creds, signer=self.workers.signer)
                 await Line(self, op, upstream).run()
@@ -267,7 +276,8 @@ class Way:
                 upstream.close()
                 if upstream.gate.refused:
                     log.warning("workers.refused", sandbox=self.sandbox.id, count=upstream.gate.refused, over=upstream.gate.over)
-            self.workers.edge.spawn(self._hang_up(op))
+            if not self.workers.edge.over:  # else the agent does it, as nobody reads any more
+                self.workers.edge.spawn(self._hang_up(op))
 
     async def _hang_up(self, op: str) -> None:
         with contextlib.suppress(DsecError):  # it may have ended by itself, or its sandbox

@@ -20,9 +20,27 @@ from dsec.errors import Denied, DsecError, InvalidRequest
 LINE = 4096  # bytes of one line, as nats-server has it
 SUBSCRIPTIONS = 1_000  # of one connection
 CREATE = 900_000  # bytes of a create, which is looked into as a whole
-_SUBJECT = re.compile(r"[\x21-\x7e]{1,1000}")
+REMEMBERED = 1_024  # subjects that need not be looked at again
+# What a message may bear: others mean something to nats-server (it would tell a trace of the message to whatever subject one names).
+HEADERS = (call.REQUEST_ID, call.DEADLINE, call.TRACE)
+_SUBJECT = re.compile(r"[\x21-\x7e]{1,400}")
+_VALUE = re.compile(r"[\x20-\x7e]{0,200}")
 _SID = re.compile(r"[A-Za-z0-9]{1,32}")
 _NUMBER = re.compile(r"[0-9]{1,9}")
+
+
+def call_headers(lines: list[bytes]) -> dict[str, str]:
+    """Those of ``name: value`` that a request of ours may have; the others are left out."""
+    found = {}
+    for line in lines:
+        name, _, value = line.decode("latin-1").partition(":")
+        if name in HEADERS and _VALUE.fullmatch(value.strip()):
+            found[name] = value.strip()
+    return found
+
+
+def wire_headers(headers: dict[str, str]) -> bytes:
+    return ("NATS/1.0\r\n" + "".join(f"{name}: {value}\r\n" for name, value in headers.items()) + "\r\n").encode()
 
 
 class Bucket:
@@ -61,8 +79,9 @@ class Gate:
         self._pass = False  # and whether they go on
         self._pong = False  # to be said once they have
         self._held: bytearray | None = None  # a create, until it is whole
-        self._reply = ""
-        self._headers = 0  # bytes of it that are headers
+        self._head_left = 0  # bytes of headers that are still to come
+        self._head = bytearray()  # what has come of them, and then what goes on
+        self._message = ("", "", 0)  # subject, reply and size of the body that they belong to
         self._said = bytearray()  # by the server, not whole yet
         self._skip = 0  # bytes of a payload of the server's that are still to come
         self._later = b""  # what the client is told once that has come
@@ -74,6 +93,9 @@ class Gate:
         """Take bytes of the client; nothing more after ``over`` is set."""
         view = memoryview(data)
         while view and not self.over:
+            if self._head_left:
+                view = self._headers(view)
+                continue
             if self._left:
                 view = self._payload(view)
                 continue
@@ -192,44 +214,71 @@ class Gate:
             self._end("Maximum Payload Violation")
             return
         self._left, self._pass = size + 2, False
+        self._head.clear()
         if reply and not within((f"{self.grant.inbox}>",), reply):
             self._refuse(subject, "")
         elif not self._may_publish(subject):
             self._refuse(subject, reply)
-        elif subject == self._create:
-            if size > CREATE:
-                self._fail(reply, InvalidRequest("a create of more than 900 kB", field="payload", value=size, fix="send it in slices"))
+        elif subject == self._create and size > CREATE:
+            self._fail(reply, InvalidRequest("a create of more than 900 kB", field="payload", value=size, fix="send it in slices"))
+        elif int(headers) > LINE:
+            self._end("Maximum Control Line Exceeded")
+        else:
+            self._message = (subject, reply, size - int(headers))
+            self._head_left, self._left = int(headers), self._message[2] + 2
+            if not self._head_left:
+                self._begin()
+
+    def _headers(self, view: memoryview) -> memoryview:
+        part = view[: self._head_left]
+        self._head += part
+        self._head_left -= len(part)
+        if not self._head_left:
+            lines = bytes(self._head).split(b"\r\n")
+            if lines[0] != b"NATS/1.0" or lines[-2:] != [b"", b""]:
+                self._end("Unknown Protocol Operation")
             else:
-                self._held, self._reply, self._headers = bytearray(), reply, int(headers)
+                said = call_headers(lines[1:-2])
+                self._head = bytearray(wire_headers(said) if said else b"")
+                self._begin()
+        return view[len(part) :]
+
+    def _begin(self) -> None:
+        """All before the body is known: it goes on as it comes, or is held until it is whole."""
+        subject, _, size = self._message
+        if subject == self._create:
+            self._held = bytearray()
         else:
             self._pass = True
-            middle = f" {reply}" if reply else ""
-            kind = f"HPUB {subject}{middle} {headers} {size}" if int(headers) else f"PUB {subject}{middle} {size}"
-            self.up += kind.encode() + b"\r\n"
+            self._publish_line(size)
+
+    def _publish_line(self, size: int) -> None:
+        subject, reply, _ = self._message
+        head = bytes(self._head)
+        to = f"{subject} {reply}" if reply else subject
+        line = f"HPUB {to} {len(head)} {len(head) + size}" if head else f"PUB {to} {size}"
+        self.up += line.encode() + b"\r\n" + head
 
     def _may_publish(self, subject: str) -> bool:
         if subject in self._allowed:
             return True
         if "*" in subject or ">" in subject or not within(self._publish, subject):
             return False
-        if len(self._allowed) >= 4_096:
+        if len(self._allowed) >= REMEMBERED:
             self._allowed.clear()
         self._allowed.add(subject)
         return True
 
-    def _created(self, data: bytes) -> None:
+    def _created(self, body: bytes) -> None:
         """A create is whole: what it asks for is narrowed to what the job may have."""
-        headers, body = data[: self._headers], data[self._headers :]
         try:
             request = narrow(self.grant, codec.decode(body, CreateRequest))
-            body = codec.encode(request, json=codec.is_json(body), limit=self._max_payload - len(headers))
+            body = codec.encode(request, json=codec.is_json(body), limit=self._max_payload - len(self._head))
         except DsecError as error:
-            self._fail(self._reply, error)
+            self._fail(self._message[1], error)
             return
-        middle = f" {self._reply}" if self._reply else ""
-        total = len(headers) + len(body)
-        kind = f"HPUB {self._create}{middle} {len(headers)} {total}" if headers else f"PUB {self._create}{middle} {total}"
-        self.up += kind.encode() + b"\r\n" + headers + body + b"\r\n"
+        self._publish_line(len(body))
+        self.up += body + b"\r\n"
 
     # ------------------------------------------------------------------ refusing
     def _refuse(self, subject: str, reply: str) -> None:
@@ -250,8 +299,7 @@ class Gate:
         if not sid:
             return False
         body = error.body()
-        head = "NATS/1.0\r\n" + "".join(f"{name}: {value}\r\n" for name, value in call.error_headers(body).items()) + "\r\n"
-        block, data = head.encode(), codec.encode(body)
+        block, data = wire_headers(call.error_headers(body)), codec.encode(body)
         self._tell(f"HMSG {reply} {sid} {len(block)} {len(block) + len(data)}\r\n".encode() + block + data + b"\r\n")
         return True
 

@@ -52,6 +52,11 @@ def owns(principal: str, owner: str) -> bool:
     return owner == principal or owner.startswith(principal + OF_JOB)
 
 
+def lease_of(principal: str, lease: str) -> str:
+    """The name under which an Edge keeps a lease: a job's are its own, whatever it calls them."""
+    return f"{principal} {lease}" if OF_JOB in principal else lease
+
+
 def inbox(principal: str) -> str:
     """What the inboxes of a job begin with."""
     return f"_INBOX.{principal}"

@@ -243,3 +243,18 @@ async def test_a_job_that_the_bus_itself_holds_to_its_subjects(state_dir: Path) 
 def _answer(bus: Bus, heard: list[str], msg: Msg) -> None:
     heard.append(msg.subject)
     bus.transport.post(msg.reply, codec.encode(Empty()))
+
+
+async def test_a_job_takes_no_lease_of_anothers(dsec: Client, inside: Client, fake_cluster: str) -> None:
+    """Leases of one name in a job and outside are two: neither holds what is the other's, nor keeps it from being made."""
+    grant = grant_of(dsec)
+    async with (
+        Door(fake_cluster, grant) as url,
+        libdsec.connect(url, project=dsec.project, principal=grant.principal, lease="train-7", lease_ttl=2) as thief,
+        thief.sandbox("image", **FAKE),
+        libdsec.connect(fake_cluster, project=dsec.project, lease="train-7", lease_ttl=2) as client,
+        client.sandbox("image", **FAKE) as sandbox,
+    ):
+        await thief._leases.close()
+        await asyncio.sleep(0.5)
+        assert (await sandbox.exec("echo held")).stdout == b"held\n"

@@ -20,7 +20,7 @@ JOB = subjects.job("local", WORKER)
 GRANT = Grant(unit="main", worker=WORKER, principal=JOB, project="acme/rl")
 INBOX = f"_INBOX.{JOB}.abc"
 MINE = f"dsec.v1.main.sb.exec.{JOB}.n2.01j8z7q1111111111111111111.acme.rl"
-HEADED = f"HPUB {MINE} 12 14\r\nNATS/1.0\r\n\r\nhi\r\n"
+HEADED = f"HPUB {MINE} 28 30\r\nNATS/1.0\r\ntraceparent: a\r\n\r\nhi\r\n"
 CONNECT = b'CONNECT {"verbose":true,"user":"admin","pass":"x","jwt":"y","protocol":1,"echo":true}\r\n'
 
 
@@ -127,7 +127,7 @@ def test_messages_go_on_as_they_are() -> None:
     """PUB, HPUB, SUB, UNSUB and PING reach the server; the server's PING is answered here, its INFO goes no further."""
     made = gate()
     said = (
-        f"SUB {INBOX}.* 1\r\nPUB {MINE} {INBOX}.1 5\r\nhello\r\nHPUB {MINE} 12 14\r\nNATS/1.0\r\n\r\nhi\r\nPING\r\nUNSUB 1 5\r\n".encode()
+        f"SUB {INBOX}.* 1\r\nPUB {MINE} {INBOX}.1 5\r\nhello\r\n{HEADED}PING\r\nUNSUB 1 5\r\n".encode()
     )
     made.client(said)
     assert bytes(made.up) == said
@@ -135,6 +135,20 @@ def test_messages_go_on_as_they_are() -> None:
     made.server(b"INFO {}\r\nPING\r\nMSG a.b 1 6\r\nPING\r\n\r\nPONG\r\n")
     assert bytes(made.down) == b"MSG a.b 1 6\r\nPING\r\n\r\nPONG\r\n"
     assert bytes(made.up) == b"PONG\r\n"
+
+
+def test_headers_that_mean_something_to_the_server_are_left_out() -> None:
+    """Of a message's headers those of a request go on, and no other: one of them would have the server tell its trace to any subject."""
+    made = gate()
+    for name in ("Nats-Trace-Dest", "Nats-Msg-Id", "Nats-Rollup", "X"):
+        head = f"NATS/1.0\r\nDsec-Deadline-Ms: 5\r\n{name}: dsec.v1.main.edge.n1.drain\r\n\r\n"
+        made.client(f"HPUB {MINE} {INBOX}.1 {len(head)} {len(head) + 2}\r\n{head}hi\r\n".encode())
+        kept = "NATS/1.0\r\nDsec-Deadline-Ms: 5\r\n\r\n"
+        assert bytes(made.up) == f"HPUB {MINE} {INBOX}.1 {len(kept)} {len(kept) + 2}\r\n{kept}hi\r\n".encode()
+        made.up.clear()
+    made.client(f"HPUB {MINE} 14 16\r\nNATS/1.0\r\nXXhi\r\n".encode())
+    assert made.over
+    assert b"PUB" not in made.up
 
 
 def test_the_servers_ping_is_not_answered_into_a_message() -> None:
