@@ -138,16 +138,19 @@ class Checkpoints:
             kept=not request.keep_ms,
             until_ts=time.time() + request.keep_ms / 1000 if request.keep_ms else 0.0,
         )
+        detail: dict[str, object] = {"checkpoint": sid, "name": request.name, "digest": layer.digest, "size": layer.size}
+        told = self.edge.outbox.make("checkpointed", record, detail)
         try:
-            await self.edge.store.put_checkpoint(request.ulid, msgspec.msgpack.encode(checkpoint))
+            await self.edge.store.put_checkpoint(request.ulid, msgspec.msgpack.encode(checkpoint), [self.edge.outbox.row(told)])
         except BaseException:
+            self.edge.outbox.drop(told)
             self._freeing[name] = self.edge.host.planner(spec)
             raise
         faults.reached("capture.kept")
         self.known[sid] = checkpoint
         if request.keep_ms:
             self._until[sid] = time.monotonic() + request.keep_ms / 1000
-        self.edge.changed(sandbox, "checkpointed", {"checkpoint": sid, "name": request.name, "digest": layer.digest, "size": layer.size})
+        self.edge.outbox.send(told)
         return checkpoint
 
     # ------------------------------------------------------------------ standing on one

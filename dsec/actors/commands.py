@@ -15,14 +15,15 @@ import asyncio
 import hashlib
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
 import structlog
 
 from dsec import faults
-from dsec.actors.store import CommandRow, Record, Store
+from dsec.actors.outbox import Outbox
+from dsec.actors.store import CommandRow, Store, Told
 from dsec.errors import Conflict, DsecError, InvalidRequest, NodeError, NotFound, SandboxGone
 from dsec.model import Captured, Command, ExecSpec, OpStatus
 
@@ -45,7 +46,6 @@ COPIED = ("seq", "op", "step", "exit_code", "signal", "timed_out", "oom_killed",
 
 _encode = msgspec.msgpack.Encoder().encode
 _status = msgspec.msgpack.Decoder(OpStatus).decode
-Emit = Callable[[str, Record, dict[str, object]], None]
 
 
 class Step(msgspec.Struct, kw_only=True):
@@ -92,12 +92,12 @@ class Log:
 
 
 class Commands:
-    """Of one Edge. ``emit(kind, record, detail)`` copies results to the stream of events; ``spawn`` keeps tasks; ``live(ulid)``: whether
+    """Of one Edge. ``outbox`` copies results to the stream of events; ``spawn`` keeps tasks; ``live(ulid)``: whether
     the sandbox has not ended."""
 
-    def __init__(self, store: Store, emit: Emit, spawn: Callable[[object], object], live: Callable[[str], bool]) -> None:
+    def __init__(self, store: Store, outbox: Outbox, spawn: Callable[[object], object], live: Callable[[str], bool]) -> None:
         self._store = store
-        self._emit = emit
+        self._outbox = outbox
         self._spawn = spawn
         self._live = live
         self._logs: dict[str, Log] = {}
@@ -282,7 +282,12 @@ class Commands:
             status = _bounded(status)
             command = _with_end(begun, status)
             faults.reached("step.ended")
-            await self._put(ulid, step, known, command, status)
+            event = self._outbox.make("step", sandbox.record, _copy(command, status))
+            try:
+                await self._put(ulid, step, known, command, status, [self._outbox.row(event)])
+            except BaseException:
+                self._outbox.drop(event)
+                raise
             faults.reached("step.kept")
         except (DsecError, asyncio.CancelledError) as error:
             known.result = None  # who asks again finds out
@@ -297,15 +302,16 @@ class Commands:
         (await self._log(ulid)).bytes += _size(status)
         self._at_hand(ulid, known.seq, status)
         future.set_result(status)
-        self._emit("step", sandbox.record, _copy(command, status))
+        self._outbox.send(event)
         faults.reached("step.told")
 
-    async def _put(self, ulid: str, step: str, known: Step, command: Command, status: OpStatus | None = None) -> None:
+    async def _put(
+        self, ulid: str, step: str, known: Step, command: Command, status: OpStatus | None = None, told: Sequence[Told] = ()
+    ) -> None:
         entry = _encode(Kept(command, known.digest, known.begun))
         result = b"" if status is None else _encode(status)
-        await self._store.put_commands(
-            [CommandRow(ulid=ulid, seq=known.seq, step=step, done=status is not None, entry=entry, result=result)]
-        )
+        row = CommandRow(ulid=ulid, seq=known.seq, step=step, done=status is not None, entry=entry, result=result)
+        await self._store.put_commands([row], told)
 
     async def _result(self, ulid: str, seq: int) -> OpStatus:
         if (status := self._results.get((ulid, seq))) is None:

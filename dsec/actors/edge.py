@@ -13,7 +13,7 @@ import heapq
 import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Coroutine, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 import structlog
@@ -27,14 +27,15 @@ from dsec.actors.host import Host
 from dsec.actors.intake import STARTING, Intake, demand_of
 from dsec.actors.lifecycle import On, Story, adoption
 from dsec.actors.news import Reporter
+from dsec.actors.outbox import EventSink, Outbox
 from dsec.actors.sandbox import Sandbox, whole_once_it_answers
 from dsec.actors.standing import LOST, Standing
-from dsec.actors.store import Record, Store
+from dsec.actors.store import Record, Store, Told
 from dsec.actors.workers import Workers
 from dsec.backends.base import Instance, LaunchPlan
 from dsec.bus import subjects
 from dsec.bus.bus import Bus
-from dsec.bus.messages import Event, Failed, Heartbeat, NodeLoad, ReadyItem
+from dsec.bus.messages import Failed, Heartbeat, NodeLoad, ReadyItem
 from dsec.bus.subjects import lease_of, user_of
 from dsec.config import EdgeConfig
 from dsec.errors import Busy, DeadlineExceeded, DsecError, NodeError, SandboxGone
@@ -46,14 +47,6 @@ SLICE = 64  # adopted sandboxes between two looks of the loop at others
 BUS_PATIENCE = 2.0  # seconds within which a bus answers that is there
 WHOLE = 5.0  # seconds in which the agent of one that was being started must answer
 LAG_PERIOD = 0.1  # seconds between two looks at how late the loop is
-
-
-class EventSink(Protocol):
-    """Where events go; `dsec.bus.events.EventPublisher` is one."""
-
-    def post(self, *events: Event) -> None: ...
-
-    async def close(self) -> None: ...
 
 
 class Edge:
@@ -88,7 +81,8 @@ class Edge:
         self.adopting = True
         self.stopping = self.over = False
         self.intake = Intake(self)
-        self.commands = Commands(store, self.emit, self.spawn, self.sandboxes.__contains__)
+        self.outbox = Outbox(name, store, events)
+        self.commands = Commands(store, self.outbox, self.spawn, self.sandboxes.__contains__)
         self.checkpoints = Checkpoints(self)
         self.workers = Workers(self)
         self.standing = Standing(self, fences, trust)
@@ -102,7 +96,6 @@ class Edge:
         self.room: deque[asyncio.Future[None]] = deque()  # resumes that wait for capacity
         self._tasks: set[asyncio.Task[Any]] = set()
         self._beats = 0
-        self._events = 0
         self._lag = 0.0
         self.lags: deque[float] = deque(maxlen=6_000)  # seconds; read by benchmarks
 
@@ -113,6 +106,7 @@ class Edge:
         self.bus.events.listeners.append(self._on_bus)
         self.spawn(self._beat())
         self.spawn(self._measure_lag())
+        await self.outbox.recover()
         lost = LOST if fenced else Exit(reason=ExitReason.NODE_LOST, detail="its machine went down") if rebooted else None
         await self._adopt(list(records), lost)
         if rebooted:
@@ -181,8 +175,8 @@ class Edge:
         how = Exit(reason=ExitReason.BROKEN, detail="what was recorded of it cannot be read", wall_ts=time.time())
         record.state, record.exit, record.ended_ts, record.plan = State.STOPPED, how, how.wall_ts, b""
         self.ended[record.ulid] = (record, Story(lines=[f"ended: {how}"]))
-        self.store.post(record)
-        self.emit("stopped", record, msgspec.to_builtins(how))
+        stopped = self.outbox.make("stopped", record, msgspec.to_builtins(how))
+        self.outbox.send_once(self.store.post(record, [self.outbox.row(stopped)]), stopped)
 
     async def _find(self, record: Record, plan: LaunchPlan) -> tuple[Instance, bool] | None:
         """What lives of it, and whether that stands still. What the kernel shows counts, for an Edge may have died before it had
@@ -252,7 +246,7 @@ class Edge:
         if event is On.ADOPTED_PAUSED and unfinished:
             self.spawn(sandbox.complete_pause())
         if instance is not None and starting:
-            self.changed(sandbox, "running")  # it may have been told before, or not
+            self.changed(sandbox, "running")  # it would be on disk if it had been told
 
     # ------------------------------------------------------------------ what sandboxes tell (the Keeper protocol)
     def ready(self, sandbox: Sandbox) -> None:
@@ -283,48 +277,44 @@ class Edge:
                 return
             self.ended[record.ulid] = (record, sandbox.story)
             self._forgetting.append((time.monotonic() + self._retention, record.ulid))
-        how = sandbox.life.exit
-        detail: dict[str, object] = msgspec.to_builtins(how) if how is not None else {}
-        self.changed(sandbox, "stopped", detail)
+        self.changed(sandbox, "stopped", sandbox.ending())
+
+    def word(self, sandbox: Sandbox, kind: str, detail: dict[str, object] | None = None) -> list[Told]:
+        self._tell(sandbox)
+        event = sandbox.telling = self.outbox.make(kind, sandbox.record, detail)
+        return [self.outbox.row(event)]
+
+    def _tell(self, sandbox: Sandbox) -> str:
+        """Tell what is on disk already; its kind, "" when there is nothing."""
+        event, sandbox.telling = sandbox.telling, None
+        if event is None:
+            return ""
+        self.outbox.send(event)
+        return event.kind
 
     def changed(self, sandbox: Sandbox, kind: str, detail: dict[str, object] | None = None) -> None:
-        self.emit(kind, sandbox.record, detail or {})
-
-    def emit(self, kind: str, record: Record | None = None, detail: dict[str, object] | None = None) -> None:
-        self._events += 1
-        self.events.post(
-            Event(
-                kind=kind,
-                sb=f"{self.name}-{record.ulid}" if record else "",
-                edge=self.name,
-                project=record.project if record else "",
-                principal=record.principal if record else "",
-                incarnation=self.store.incarnation,
-                n=self._events,
-                wall_ts=time.time(),
-                mono_ns=time.monotonic_ns(),
-                labels=record.spec.labels if record else {},
-                detail=detail or {},
-            )
-        )
+        if self._tell(sandbox) == kind:
+            return
+        event = self.outbox.make(kind, sandbox.record, detail)
+        self.outbox.send_once(self.store.post(sandbox.write(), [self.outbox.row(event)]), event)
 
     def layer_news(self, news: dict[str, Any]) -> None:
         """Parts of a layer could not be had, so who read them got EIO; or all of it is here now."""
         if news["what"] == "trouble":
-            self.emit("layer_trouble", detail={"layer": news["name"], "error": news["text"]})
+            self.outbox.emit("layer_trouble", detail={"layer": news["name"], "error": news["text"]})
         elif news["what"] == "whole":
-            self.emit("layer_whole", detail={"layer": news["name"]})
+            self.outbox.emit("layer_whole", detail={"layer": news["name"]})
 
     def image_news(self, what: str, image: str, detail: str) -> None:
         """An image is being pulled for a sandbox, is here, or cannot be had."""
         if what == "image_pulling":
-            self.emit("image_pulling", detail={"image": image})
+            self.outbox.emit("image_pulling", detail={"image": image})
         elif what == "image_pulled":
-            self.emit("image_pulled", detail={"image": image, "layer": detail})
+            self.outbox.emit("image_pulled", detail={"image": image, "layer": detail})
         elif what == "image_shared":
-            self.emit("image_shared", detail={"image": image, "layer": detail})
+            self.outbox.emit("image_shared", detail={"image": image, "layer": detail})
         else:
-            self.emit("image_failed", detail={"image": image, "error": detail})
+            self.outbox.emit("image_failed", detail={"image": image, "error": detail})
 
     async def opened(self, sandbox: Sandbox) -> None:
         await self.workers.opened(sandbox)
@@ -395,6 +385,7 @@ class Edge:
                 if (sandbox := self.sandboxes.get(ulid)) is not None:
                     sandbox.feed(On.LEASE, Exit(reason=ExitReason.LEASE, detail="no lease ever named it"))
             await self.commands.flush()
+            self.outbox.sweep()
             self.checkpoints.sweep_soon()
             self.workers.sweep()
             await self._forget_ended(now)
@@ -579,8 +570,8 @@ class Edge:
         await asyncio.gather(*tasks, return_exceptions=True)
         await self.host.close(nothing_lives=nothing_lives)
         await self.commands.flush()
+        await self.outbox.close()
         await self.store.close()
-        await self.events.close()
 
 
 def _failure(sandbox: Sandbox, how: Exit | None) -> DsecError:

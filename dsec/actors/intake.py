@@ -21,7 +21,7 @@ from dsec.actors.lifecycle import On
 from dsec.actors.sandbox import Sandbox
 from dsec.actors.store import Record
 from dsec.backends.base import LaunchPlan
-from dsec.bus.messages import CancelRequest, Failed, LaunchItem, LaunchReply, LaunchRequest, Placed, ReadyItem, Refusal
+from dsec.bus.messages import CancelRequest, Event, Failed, LaunchItem, LaunchReply, LaunchRequest, Placed, ReadyItem, Refusal
 from dsec.bus.subjects import Caller, is_reply, lease_of, user_of
 from dsec.errors import Busy, Conflict, Denied, DsecError, InvalidRequest, NodeError, NotFound, SandboxGone, Unsupported
 from dsec.model import Exit, ExitReason, SandboxId, SandboxSpec, State, new_ulid
@@ -88,6 +88,7 @@ class Intake:
             raise InvalidRequest("not a subject for news", field="inbox", value=request.inbox[:200], fix="use an inbox of your connection")
         refused: list[Refusal] = []
         new: list[Sandbox] = []
+        created: list[Event] = []
         known: list[tuple[int, str]] = []
         resolved: dict[int, Resolved | DsecError] = {}
         for item in request.items:
@@ -118,13 +119,15 @@ class Intake:
             faults.reached("create.admitted")
             if self._ahead:
                 self._enqueue(new)
-            await edge.store.insert([sandbox.record for sandbox in new])
+            created = [edge.outbox.make("created", sandbox.record) for sandbox in new]
+            await edge.store.insert([sandbox.record for sandbox in new], [edge.outbox.row(event) for event in created])
             faults.reached("create.recorded")
             if not self._ahead:
                 self._enqueue(new)
                 self._ahead = bool(new)
         except BaseException as error:
             self._ahead = False
+            edge.outbox.drop(*created)
             stored.set_exception(error if isinstance(error, DsecError) else NodeError("record not written", reason="store"))
             stored.exception()
             for sandbox in new:
@@ -138,6 +141,7 @@ class Intake:
                 self._inserts.pop(sandbox.record.ulid, None)
             if not stored.done():
                 stored.set_result(None)
+        edge.outbox.send(*created)
         self._announce(request, new)
         faults.reached("create.announced")
         await self._known(request, known)
@@ -253,8 +257,6 @@ class Intake:
             return
         placed = [Placed(index=sandbox.record.index, ulid=sandbox.record.ulid) for sandbox in new]
         self.edge.reporter.accepted(request.burst, request.inbox, placed, len(placed))
-        for sandbox in new:
-            self.edge.emit("created", sandbox.record)
 
     async def _known(self, request: LaunchRequest, known: list[tuple[int, str]]) -> None:
         """A repeat: say again how each stands."""

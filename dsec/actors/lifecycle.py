@@ -209,14 +209,14 @@ def _enter(life: Life, old: State, event: On, new: State, how: Exit | None, deta
     if event is On.READY:
         effects.append(Do.ANNOUNCE_READY)  # its launch has recorded it already: durable before it is told
     elif event is On.PAUSED_OK:
-        effects += [Do.RECORD, Do.FREE_RESERVATION, Do.ANNOUNCE_PAUSED]
+        effects += [Do.ANNOUNCE_PAUSED, Do.RECORD, Do.FREE_RESERVATION]  # what is told is on disk with what tells it
     elif event is On.RESUMED_OK:
-        effects += [Do.RECORD, Do.ANNOUNCE_RESUMED]
+        effects += [Do.ANNOUNCE_RESUMED, Do.RECORD]
     elif event in (On.PAUSE, On.RESUME, On.ADOPTED, On.ADOPTED_PAUSED):
         effects.append(Do.RECORD)
     if new is S.STOPPED:
         # What was never announced as ready has failed in its caller's eyes, whatever ended it.
-        effects += [Do.RECORD, Do.FREE_RESERVATION, Do.ANNOUNCE_STOPPED if after.ready else Do.ANNOUNCE_FAILED]
+        effects += [Do.ANNOUNCE_STOPPED if after.ready else Do.ANNOUNCE_FAILED, Do.RECORD, Do.FREE_RESERVATION]
     effects.append(Do.WAKE_WAITERS)
     return after, tuple(effects)
 

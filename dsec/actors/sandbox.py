@@ -18,9 +18,10 @@ import structlog
 from dsec import faults
 from dsec.actors import pausing
 from dsec.actors.lifecycle import Clocks, Do, Life, On, Story, step
-from dsec.actors.store import Record, Store
+from dsec.actors.store import Record, Store, Told
 from dsec.backends.base import Backend, Broken, Instance, LaunchPlan, PackOrder
 from dsec.bus.actor import Mailbox
+from dsec.bus.messages import Event
 from dsec.config import EdgeConfig, PauseConfig
 from dsec.errors import Busy, Conflict, DeadlineExceeded, DsecError, NodeError, SandboxGone, Unavailable, Unsupported
 from dsec.model import Exit, ExitReason, OpStatus, PackedLayer, Paused, SandboxInfo, State, Usage
@@ -42,7 +43,14 @@ class Keeper(Protocol):
     def ready(self, sandbox: Sandbox) -> None: ...
     def failed(self, sandbox: Sandbox) -> None: ...
     def stopped(self, sandbox: Sandbox) -> None: ...
-    def changed(self, sandbox: Sandbox, kind: str, detail: dict[str, object] | None = None) -> None: ...
+    def word(self, sandbox: Sandbox, kind: str, detail: dict[str, object] | None = None) -> list[Told]:
+        """What will be told by the next `changed`, to be written with the change itself."""
+        ...
+
+    def changed(self, sandbox: Sandbox, kind: str, detail: dict[str, object] | None = None) -> None:
+        """Tell it; on disk first, with the record as it is."""
+        ...
+
     async def opened(self, sandbox: Sandbox) -> None:
         """It has an instance, and is not announced yet. Raises what keeps it from being of use."""
         ...
@@ -84,6 +92,7 @@ class Sandbox:
         self.last_active_ts = record.created_ts
         self.instance: Instance | None = None
         self.deadline = 0.0  # of its create, monotonic; 0 = none
+        self.telling: Event | None = None  # on disk with what it tells of, or about to be
         self.recorded: asyncio.Future[None] | None = None  # its record is on disk; None = it has been for a while
         self._waiters: list[asyncio.Future[None]] = []
         self.serving = 0  # requests that a pause waits for
@@ -232,10 +241,8 @@ class Sandbox:
             if not self.within(State.CREATING):
                 return
             self.record.state = State.RUNNING
-            if whole_once_it_answers(self.record, self.plan):
-                self.keeper.store.post(self.record)  # a restarted Edge finds out
-            else:
-                await self.keeper.store.update(self.record)
+            if not whole_once_it_answers(self.record, self.plan):  # of the others a restarted Edge finds out
+                await self.keeper.store.update(self.record, self.keeper.word(self, "running"))
         except DsecError as error:
             self.feed(On.LAUNCH_FAILED, detail=str(error))
             return
@@ -284,9 +291,10 @@ class Sandbox:
         self.instance = None
         self.record.state, self.record.exit = State.STOPPED, self.life.exit
         self.record.ended_ts = time.time()
+        told = () if self.unrecorded else self.keeper.word(self, "stopped", self.ending())
         while not self.unrecorded:
             try:
-                await self.keeper.store.update(self.record)
+                await self.keeper.store.update(self.record, told)
                 break
             except NodeError as error:
                 log.error("sandbox.end_not_recorded", sandbox=self.id, error=str(error))
@@ -304,6 +312,11 @@ class Sandbox:
         """Its record could not be written, so that no restart will ask for its end."""
         recorded = self.recorded
         return recorded is not None and recorded.done() and not recorded.cancelled() and recorded.exception() is not None
+
+    def ending(self) -> dict[str, object]:
+        """How it ended, as an event tells it."""
+        how = self.life.exit
+        return msgspec.to_builtins(how) if how is not None else {}
 
     # ------------------------------------------------------------------ verbs
     def gone(self) -> SandboxGone:
@@ -401,10 +414,10 @@ class Sandbox:
         self.story.add(f"packed into {layer.digest[:19]}")
         if self.within(State.STOPPING, State.STOPPED):
             raise self.gone()
-        if origin is State.RUNNING:
-            await self.keeper.store.update(self.write())
+        told = self.keeper.word(self, "packed", {"name": layer.name, "digest": layer.digest, "size": layer.size})
+        await self.keeper.store.update(self.write(), told)
         faults.reached("capture.settled")
-        self.keeper.changed(self, "packed", {"name": layer.name, "digest": layer.digest, "size": layer.size})
+        self.keeper.changed(self, "packed")
         return layer
 
     async def settled(self, deadline: float | None) -> None:

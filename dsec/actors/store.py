@@ -52,7 +52,9 @@ MIGRATIONS: tuple[tuple[str, ...], ...] = (
         "CREATE TRIGGER command_forgotten AFTER DELETE ON sandbox BEGIN DELETE FROM command WHERE ulid = old.ulid; END",
     ),
     ("CREATE TABLE checkpoint (ulid TEXT PRIMARY KEY, entry BLOB NOT NULL) WITHOUT ROWID",),
+    ("CREATE TABLE event (number INTEGER PRIMARY KEY, body BLOB NOT NULL)",),
 )
+Told = tuple[int, bytes]  # an event that goes with a change: its number and itself, opaque here (dsec/actors/outbox.py)
 
 
 class Record(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -109,20 +111,34 @@ class Store(Protocol):
         """Open, migrate, count this start; answers every record."""
         ...
 
-    async def insert(self, records: Iterable[Record]) -> None: ...
+    async def insert(self, records: Iterable[Record], told: Sequence[Told] = ()) -> None:
+        """``told``: events that are written with the change, all or nothing; so below."""
+        ...
 
-    async def update(self, record: Record) -> None: ...
+    async def update(self, record: Record, told: Sequence[Told] = ()) -> None: ...
 
-    def post(self, record: Record) -> None:
-        """As `update`, without waiting: for changes that a restart would find out anyway. It goes with the next commit, within `COMPANY`
-        seconds."""
+    def post(self, record: Record, told: Sequence[Told] = ()) -> asyncio.Future[None]:
+        """As `update`, for changes that a restart would find out anyway, so that nobody need wait for the answer. It goes with the next
+        commit, within `COMPANY` seconds."""
+        ...
+
+    def keep(self, told: Sequence[Told]) -> asyncio.Future[None]:
+        """Events alone, as `post`."""
+        ...
+
+    async def untold(self) -> list[Told]:
+        """All events that are kept, in the order of their numbers."""
+        ...
+
+    def forget_told(self, upto: int) -> None:
+        """Remove events up to this number."""
         ...
 
     async def prune(self, ulids: Sequence[str]) -> None:
         """Remove the records of these sandboxes, of those that have ended."""
         ...
 
-    async def put_commands(self, rows: Sequence[CommandRow]) -> None:
+    async def put_commands(self, rows: Sequence[CommandRow], told: Sequence[Told] = ()) -> None:
         """Insert, or replace those of the same number."""
         ...
 
@@ -142,7 +158,7 @@ class Store(Protocol):
         """Of every sandbox, those with a step whose result is not known yet."""
         ...
 
-    async def put_checkpoint(self, ulid: str, entry: bytes) -> None:
+    async def put_checkpoint(self, ulid: str, entry: bytes, told: Sequence[Told] = ()) -> None:
         """Insert or replace; ``entry`` is msgpack, opaque here (dsec/actors/checkpoints.py)."""
         ...
 
@@ -161,7 +177,9 @@ _INSERT = "INSERT INTO sandbox (ulid, burst, idx, principal, project, state, rec
 _UPDATE = "UPDATE sandbox SET state = ?, record = ?, ended = ? WHERE ulid = ?"
 _PUT_COMMAND = "INSERT OR REPLACE INTO command (ulid, seq, step, done, entry, result) VALUES (?, ?, ?, ?, ?, ?)"
 _COMMANDS = "SELECT ulid, seq, step, done, entry FROM command"
-_Job = tuple[str, list[tuple[Any, ...]], "asyncio.Future[None] | None"]
+_KEEP = "INSERT OR REPLACE INTO event (number, body) VALUES (?, ?)"
+_Write = tuple[str, Sequence[tuple[Any, ...]]]
+_Job = tuple[tuple[_Write, ...], "asyncio.Future[None]", bool]  # the last: somebody waits for it
 
 
 class SqliteStore:
@@ -187,37 +205,46 @@ class SqliteStore:
         return await opened
 
     async def settle(self) -> None:
-        await self._do("UPDATE meta SET value = ? WHERE key = 'boot'", [(_boot_id(),)])
+        await self._do(("UPDATE meta SET value = ? WHERE key = 'boot'", [(_boot_id(),)]))
 
     async def renew(self) -> str:
-        await self._do("UPDATE meta SET value = value + 1 WHERE key = 'starts'", [()])
+        await self._do(("UPDATE meta SET value = value + 1 WHERE key = 'starts'", [()]))
         self._starts += 1
         return f"{self.incarnation.partition('.')[0]}.{self._starts}"
 
-    async def insert(self, records: Iterable[Record]) -> None:
+    async def insert(self, records: Iterable[Record], told: Sequence[Told] = ()) -> None:
         rows = []
         for r in records:
             plan, r.plan = r.plan, b""
             rows.append((r.ulid, r.burst, r.index, r.principal, r.project, r.state, _encode(r), plan, r.ended_ts))
-        await self._do(_INSERT, rows)
+        await self._do((_INSERT, rows), (_KEEP, told))
 
-    async def update(self, record: Record) -> None:
-        await self._do(_UPDATE, [_row(record)])
+    async def update(self, record: Record, told: Sequence[Told] = ()) -> None:
+        await self._do((_UPDATE, [_row(record)]), (_KEEP, told))
 
-    def post(self, record: Record) -> None:
-        self._jobs.put((_UPDATE, [_row(record)], None))
+    def post(self, record: Record, told: Sequence[Told] = ()) -> asyncio.Future[None]:
+        return self._soon((_UPDATE, [_row(record)]), (_KEEP, told))
+
+    def keep(self, told: Sequence[Told]) -> asyncio.Future[None]:
+        return self._soon((_KEEP, told))
+
+    async def untold(self) -> list[Told]:
+        return [(row[0], bytes(row[1])) for row in await self._read("SELECT number, body FROM event ORDER BY number")]
+
+    def forget_told(self, upto: int) -> None:
+        self._soon(("DELETE FROM event WHERE number <= ?", [(upto,)]))
 
     async def prune(self, ulids: Sequence[str]) -> None:
-        await self._do("DELETE FROM sandbox WHERE ended > 0 AND ulid = ?", [(ulid,) for ulid in ulids])
+        await self._do(("DELETE FROM sandbox WHERE ended > 0 AND ulid = ?", [(ulid,) for ulid in ulids]))
 
-    async def put_commands(self, rows: Sequence[CommandRow]) -> None:
-        await self._do(_PUT_COMMAND, [(row.ulid, row.seq, row.step, row.done, row.entry, row.result) for row in rows])
+    async def put_commands(self, rows: Sequence[CommandRow], told: Sequence[Told] = ()) -> None:
+        await self._do((_PUT_COMMAND, [(row.ulid, row.seq, row.step, row.done, row.entry, row.result) for row in rows]), (_KEEP, told))
 
     async def drop_commands(self, ulid: str, seqs: Sequence[int]) -> None:
-        await self._do("DELETE FROM command WHERE ulid = ? AND seq = ?", [(ulid, seq) for seq in seqs])
+        await self._do(("DELETE FROM command WHERE ulid = ? AND seq = ?", [(ulid, seq) for seq in seqs]))
 
     async def trim_commands(self, upto: Sequence[tuple[str, int]]) -> None:
-        await self._do("DELETE FROM command WHERE ulid = ? AND step = '' AND seq <= ?", list(upto))
+        await self._do(("DELETE FROM command WHERE ulid = ? AND step = '' AND seq <= ?", list(upto)))
 
     async def commands(self, ulid: str) -> list[CommandRow]:
         found = await self._read(f"{_COMMANDS} WHERE ulid = ? ORDER BY seq", ulid)
@@ -231,11 +258,11 @@ class SqliteStore:
         found = await self._read(f"{_COMMANDS} WHERE step != '' AND done = 0 ORDER BY ulid, seq")
         return [CommandRow(ulid=row[0], seq=row[1], step=row[2], entry=row[4]) for row in found]
 
-    async def put_checkpoint(self, ulid: str, entry: bytes) -> None:
-        await self._do("INSERT OR REPLACE INTO checkpoint (ulid, entry) VALUES (?, ?)", [(ulid, entry)])
+    async def put_checkpoint(self, ulid: str, entry: bytes, told: Sequence[Told] = ()) -> None:
+        await self._do(("INSERT OR REPLACE INTO checkpoint (ulid, entry) VALUES (?, ?)", [(ulid, entry)]), (_KEEP, told))
 
     async def drop_checkpoints(self, ulids: Sequence[str]) -> None:
-        await self._do("DELETE FROM checkpoint WHERE ulid = ?", [(ulid,) for ulid in ulids])
+        await self._do(("DELETE FROM checkpoint WHERE ulid = ?", [(ulid,) for ulid in ulids]))
 
     async def checkpoints(self) -> dict[str, bytes]:
         return {row[0]: bytes(row[1]) for row in await self._read("SELECT ulid, entry FROM checkpoint")}
@@ -262,14 +289,24 @@ class SqliteStore:
             self._jobs.put(None)
             await asyncio.get_running_loop().run_in_executor(None, thread.join)
 
-    async def _do(self, sql: str, rows: list[tuple[Any, ...]]) -> None:
-        if not rows:
-            return
-        if self._thread is None or self._broken is not None:
-            raise NodeError("the Edge's records cannot be written", reason="store", value=str(self._broken or "closed"))
+    async def _do(self, *writes: _Write) -> None:
+        """All of them or none; on disk when it returns."""
+        if any(rows for _, rows in writes):
+            await self._put(writes, waited_for=True)
+
+    def _soon(self, *writes: _Write) -> asyncio.Future[None]:
+        written = self._put(writes, waited_for=False)
+        written.add_done_callback(lambda done: None if done.cancelled() else done.exception())  # told in the log
+        return written
+
+    def _put(self, writes: tuple[_Write, ...], *, waited_for: bool) -> asyncio.Future[None]:
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._jobs.put((sql, rows, future))
-        await future
+        if self._thread is None or self._broken is not None:
+            text = str(self._broken or "closed")
+            future.set_exception(NodeError("the Edge's records cannot be written", reason="store", value=text))
+        else:
+            self._jobs.put((writes, future, waited_for))
+        return future
 
     # ------------------------------------------------------------------ the writer thread
     def _write(self, opened: asyncio.Future[list[Record]]) -> None:
@@ -310,14 +347,14 @@ class SqliteStore:
     def _gather(self, batch: list[_Job]) -> bool:
         """Add to a commit what has come meanwhile; whether that was the end."""
         until = time.monotonic() + COMPANY
-        waited_for = batch[0][2] is not None
+        waited_for = batch[0][2]
         with contextlib.suppress(queue.Empty):
             while len(batch) < 10_000:
                 job = self._jobs.get_nowait() if waited_for else self._jobs.get(timeout=max(0.0, until - time.monotonic()))
                 if job is None:
                     return True
                 batch.append(job)
-                waited_for = waited_for or job[2] is not None
+                waited_for = waited_for or job[2]
         return False
 
     def _give_up(self, loop: asyncio.AbstractEventLoop, jobs: list[_Job], error: BaseException) -> None:
@@ -327,31 +364,28 @@ class SqliteStore:
             while True:
                 if (job := self._jobs.get_nowait()) is not None:
                     jobs.append(job)
-        for _, _, future in jobs:
-            if future is not None:
-                _tell(loop, future, error=NodeError("the Edge's records cannot be written", reason="store", value=str(error)))
+        for _, future, _ in jobs:
+            _tell(loop, future, error=NodeError("the Edge's records cannot be written", reason="store", value=str(error)))
 
     def _commit(self, db: sqlite3.Connection, loop: asyncio.AbstractEventLoop, batch: list[_Job]) -> None:
         """One transaction for all; should it fail, each job alone, so that one bad row does not take the others with it."""
         try:
             with _transaction(db):
-                for sql, rows, _ in batch:
-                    db.executemany(sql, rows)
+                for writes, _, _ in batch:
+                    for sql, rows in writes:
+                        db.executemany(sql, rows)
         except Exception as error:  # noqa: BLE001 - whatever a row raises (a number too large for SQLite) is that row's: the writer outlives it
             if len(batch) > 1:
                 for job in batch:
                     self._commit(db, loop, [job])
                 return
-            future = batch[0][2]
+            future = batch[0][1]
             if not isinstance(error, sqlite3.IntegrityError):
                 log.error("store.write_failed", error=str(error))
-            if future is not None:
-                _tell(loop, future, error=NodeError(f"record not written: {error}", reason="store"))
+            _tell(loop, future, error=NodeError(f"record not written: {error}", reason="store"))
             return
-        done = [future for _, _, future in batch if future is not None]
-        if done:
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
-                loop.call_soon_threadsafe(_settle, done)
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            loop.call_soon_threadsafe(_settle, [future for _, future, _ in batch])
 
     def _connect(self) -> sqlite3.Connection:
         self._dir.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -399,6 +433,7 @@ class MemoryStore:
         self.records: dict[str, Record] = {}
         self._commands: dict[tuple[str, int], CommandRow] = {}
         self._checkpoints: dict[str, bytes] = {}
+        self._events: dict[int, bytes] = {}
         self.incarnation = f"{uuid.uuid4().hex}.1"
         self.rebooted = False
 
@@ -412,21 +447,37 @@ class MemoryStore:
     async def open(self) -> list[Record]:
         return list(self.records.values())
 
-    async def insert(self, records: Iterable[Record]) -> None:
+    async def insert(self, records: Iterable[Record], told: Sequence[Told] = ()) -> None:
         for record in records:
             self.records[record.ulid] = record
+        self._events |= dict(told)
 
-    async def update(self, record: Record) -> None:
+    async def update(self, record: Record, told: Sequence[Told] = ()) -> None:
         self.records[record.ulid] = record
+        self._events |= dict(told)
 
-    def post(self, record: Record) -> None:
+    def post(self, record: Record, told: Sequence[Told] = ()) -> asyncio.Future[None]:
         self.records[record.ulid] = record
+        return self.keep(told)
+
+    def keep(self, told: Sequence[Told]) -> asyncio.Future[None]:
+        self._events |= dict(told)
+        kept: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        kept.set_result(None)
+        return kept
+
+    async def untold(self) -> list[Told]:
+        return sorted(self._events.items())
+
+    def forget_told(self, upto: int) -> None:
+        self._events = {number: body for number, body in self._events.items() if number > upto}
 
     def _forget_commands(self, ulid: str) -> None:
         for key in [key for key in self._commands if key[0] == ulid]:
             del self._commands[key]
 
-    async def put_commands(self, rows: Sequence[CommandRow]) -> None:
+    async def put_commands(self, rows: Sequence[CommandRow], told: Sequence[Told] = ()) -> None:
+        self._events |= dict(told)
         self._commands |= {(row.ulid, row.seq): row for row in rows}
 
     async def drop_commands(self, ulid: str, seqs: Sequence[int]) -> None:
@@ -448,7 +499,8 @@ class MemoryStore:
     async def open_steps(self) -> list[CommandRow]:
         return [row for _, row in sorted(self._commands.items()) if row.step and not row.done]
 
-    async def put_checkpoint(self, ulid: str, entry: bytes) -> None:
+    async def put_checkpoint(self, ulid: str, entry: bytes, told: Sequence[Told] = ()) -> None:
+        self._events |= dict(told)
         self._checkpoints[ulid] = entry
 
     async def drop_checkpoints(self, ulids: Sequence[str]) -> None:

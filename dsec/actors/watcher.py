@@ -9,8 +9,8 @@ from typing import Any
 import structlog
 
 from dsec.actors.cluster import Cluster
-from dsec.actors.edge import EventSink
 from dsec.actors.fence import Fences
+from dsec.actors.outbox import EventSink
 from dsec.bus import subjects
 from dsec.bus.actor import Context, Route, Verb
 from dsec.bus.bus import Bus

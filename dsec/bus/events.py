@@ -8,7 +8,7 @@ import os
 import random
 import time
 from collections import OrderedDict, deque
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -71,6 +71,8 @@ class EventPublisher:
         self.linger = linger
         self.ack_timeout = ack_timeout
         self.acknowledged = 0  # messages
+        self.told: Callable[[Sequence[Event]], object] = lambda _: None  # called with those that are acknowledged or in the spool
+        self._groups: dict[str, list[Event]] = {}  # messages that are neither, by their id
         self._directory = Path(spool_dir)
         self._spool_limit = spool_limit
         self._queue_limit = queue_limit
@@ -125,7 +127,7 @@ class EventPublisher:
         """Queue events; at once. Above the queue's limit (a disk that does not answer) the oldest are dropped and counted in `lost`."""
         self._queue.extend(events)
         while len(self._queue) > self._queue_limit:
-            self._queue.popleft()
+            self.told((self._queue.popleft(),))
             self._dropped += 1
         self._idle.clear()
         self._wake.set()
@@ -182,6 +184,7 @@ class EventPublisher:
         ulid = SandboxId.parse(only).ulid if only else ""
         first = group[0]
         id_ = f"{first.sb or first.edge}:{first.incarnation}:{first.n}:{len(group)}" if first.incarnation else new_ulid()
+        self._groups[id_] = group
         return [Record(id_, subjects.event(self.bus.unit, kind, first.edge or self.edge, ulid, project or "default"), data)]
 
     def _launch(self, record: Record) -> None:
@@ -205,9 +208,14 @@ class EventPublisher:
                 raise
             # Nothing will ever make it acceptable (too large, bad subject): kept, it would hold up all that come after it.
             self._dropped += 1
+            self._safe(record)
             self.bus.events.emit("events_lost", f"{record.subject}: {error}", level="error")
             return
+        self._safe(record)
         self.acknowledged += 1
+
+    def _safe(self, record: Record) -> None:
+        self.told(self._groups.pop(record.id, ()))
 
     async def _through_spool(self) -> None:
         """The way during and after an outage: first to disk, then from its head, so that order is kept."""
@@ -244,6 +252,8 @@ class EventPublisher:
         before = self._spool.lost
         try:
             await self._spool.append(records)
+            for record in records:
+                self._safe(record)
         except OSError as error:  # a full disk: keep them in memory, bounded by the queue's limit
             self._failed = records + self._failed
             log.error("bus.spool_failed", edge=self.edge, error=str(error), messages=len(records))

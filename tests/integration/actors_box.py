@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,21 @@ class Kept:
         return None
 
 
+class Feed:
+    """Of one Edge: what it posts is kept, and told."""
+
+    def __init__(self, kept: Kept) -> None:
+        self.kept = kept
+        self.told: Callable[[Sequence[Event]], object] = lambda _: None
+
+    def post(self, *events: Event) -> None:
+        self.kept.post(*events)
+        self.told(events)
+
+    async def close(self) -> None:
+        return None
+
+
 class Box:
     """``edge``, ``scheduler``, ``watcher`` start an actor each; ``close`` ends them all."""
 
@@ -81,7 +96,7 @@ class Box:
         backend = FakeBackend(faults, edge=name, node=node, generation=host.generation)
         host.planners["fake"] = FakePlanner(backend, backend.node)
         limits = capacity.limits(whole.edge, memory=64 * GIB, cpus=8, pid_max=1 << 20)
-        edge = Edge(control, bulk, whole.edge, name, store, host, limits, self.events, fences, self.trust)
+        edge = Edge(control, bulk, whole.edge, name, store, host, limits, Feed(self.events), fences, self.trust)
         self.edges[name], self.backends[name] = edge, backend
         self._ends.append(lambda: self._stop_edge(name, edge))
         await edge.start(records, fenced, rebooted=store.rebooted)

@@ -43,6 +43,7 @@ async def test_waiting_for_a_command_does_not_wake(box: Box) -> None:
         assert not running.done()
         await sb.resume()
         assert (await running).stdout == b"done\n"
+        await eventually(lambda: kinds(box, sb.id).count("resumed") > 0)
         assert kinds(box, sb.id).count("resumed") == 1
         await sb.stop()
 
@@ -55,6 +56,7 @@ async def test_concurrent_requests_resume_once(box: Box) -> None:
         await sb.pause()
         found = await asyncio.gather(*(sb.exec(f"echo {n}") if n % 2 else sb.files.list("/") for n in range(40)))
         assert len(found) == 40
+        await eventually(lambda: kinds(box, sb.id).count("resumed") > 0)
         assert kinds(box, sb.id).count("resumed") == 1
         await sb.stop()
 

@@ -24,7 +24,7 @@ from dsec.bus.server import NatsServer
 from dsec.errors import Conflict, DsecError
 from dsec.model import ExitReason, new_ulid
 from libdsec import SandboxGone
-from tests.integration.actors_box import SPEC, Box
+from tests.integration.actors_box import SPEC, Box, eventually
 
 
 @pytest_asyncio.fixture
@@ -66,7 +66,7 @@ async def test_records_of_the_version_before_are_taken_over(box: Box) -> None:
                 record.pop(name, None)
             record["still_ts"] = 1.0
 
-        rewrite(box, older, "DROP TABLE checkpoint", "DELETE FROM meta WHERE key = 'boot'", "PRAGMA user_version=2")
+        rewrite(box, older, "DROP TABLE checkpoint", "DROP TABLE event", "DELETE FROM meta WHERE key = 'boot'", "PRAGMA user_version=2")
         edge = await box.edge()
         assert len(edge.sandboxes) == 2
         assert (await running.exec("echo once", step="s")).stdout == b"once\n"
@@ -123,6 +123,7 @@ async def test_an_unreadable_record_is_an_end_that_is_told(box: Box, what: str) 
         with pytest.raises(SandboxGone) as caught:
             await type(bad)(dsec, bad._id).exec("true")
         assert caught.value.reason == ExitReason.BROKEN
+        await eventually(lambda: any(event.kind == "stopped" and event.sb == bad.id for event in box.events.events))
         told = [event for event in box.events.events if event.kind == "stopped" and event.sb == bad.id]
         assert [event.detail["reason"] for event in told] == ["broken"]
         await box.crash("n1")
