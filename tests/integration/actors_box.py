@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from dsec.backends.fake import FakeBackend, FakeNode, Faults
 from dsec.bus import codec, subjects
 from dsec.bus.bus import Bus
 from dsec.bus.messages import BurstNews, CreateAck, CreateItem, CreateRequest, Event, Lease
+from dsec.bus.server import NatsServer
 from dsec.bus.subjects import Caller
 from dsec.bus.transport import Msg
 from dsec.config import Config, EdgeConfig, SchedulerConfig, WatcherConfig
@@ -192,6 +194,19 @@ class Asker:
             while not holds(self):
                 self._news.clear()
                 await self._news.wait()
+
+
+@asynccontextmanager
+async def serving(server: NatsServer) -> AsyncIterator[Box]:
+    """A box with one Edge, a Watcher and a Scheduler."""
+    made = Box(server.url, server.dir.parent)
+    try:
+        await made.edge()
+        await made.watcher()
+        await made.scheduler()
+        yield made
+    finally:
+        await made.close()
 
 
 async def eventually(holds: Callable[[], bool], timeout: float = 10.0) -> None:

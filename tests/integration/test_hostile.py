@@ -14,19 +14,15 @@ from dsec.bus import codec, subjects
 from dsec.bus.messages import EdgeInfo, Empty
 from dsec.bus.server import NatsServer
 from dsec.model import SandboxId, new_ulid
-from tests.integration.actors_box import ME, SPEC, Box, but
+from tests.integration.actors_box import ME, SPEC, Box, but, serving
 
 REQUEST: dict[str, Any] = {"specs": [SPEC], "items": [{"spec": 0, "first": 0}], "deadline_ms": 5_000}
 
 
 @pytest_asyncio.fixture
 async def box(nats_server: NatsServer) -> AsyncIterator[Box]:
-    made = Box(nats_server.url, nats_server.dir.parent)
-    await made.edge()
-    await made.watcher()
-    await made.scheduler()
-    yield made
-    await made.close()
+    async with serving(nats_server) as made:
+        yield made
 
 
 async def _create(box: Box, **changes: Any) -> dict[str, Any]:

@@ -13,17 +13,13 @@ from dsec.actors import commands
 from dsec.bus.server import NatsServer
 from dsec.errors import Conflict, InvalidRequest, NotFound, SandboxGone
 from dsec.model import State
-from tests.integration.actors_box import SPEC, Box, eventually
+from tests.integration.actors_box import SPEC, Box, eventually, serving
 
 
 @pytest_asyncio.fixture
 async def box(nats_server: NatsServer) -> AsyncIterator[Box]:
-    made = Box(nats_server.url, nats_server.dir.parent)
-    await made.edge()
-    await made.watcher()
-    await made.scheduler()
-    yield made
-    await made.close()
+    async with serving(nats_server) as made:
+        yield made
 
 
 async def test_the_same_step_runs_once(box: Box) -> None:

@@ -24,17 +24,13 @@ from dsec.bus.server import NatsServer
 from dsec.errors import Conflict, DsecError
 from dsec.model import ExitReason, new_ulid
 from libdsec import SandboxGone
-from tests.integration.actors_box import SPEC, Box, eventually
+from tests.integration.actors_box import SPEC, Box, eventually, serving
 
 
 @pytest_asyncio.fixture
 async def box(nats_server: NatsServer) -> AsyncIterator[Box]:
-    made = Box(nats_server.url, nats_server.dir.parent)
-    await made.edge()
-    await made.watcher()
-    await made.scheduler()
-    yield made
-    await made.close()
+    async with serving(nats_server) as made:
+        yield made
 
 
 Table = dict[str, Any]
