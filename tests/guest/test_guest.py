@@ -51,3 +51,11 @@ def test_the_nodes_own_quotas_bound_a_sandbox(capsys: pytest.CaptureFixture[str]
     assert "disk=quota" not in output  # nothing of it was skipped
     assert output.count(" passed") == 3
     assert '"disk_limit","status":"ok","found":"quota' in output
+
+
+def test_a_real_step_of_the_clock_ends_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    """The guest's clock is set an hour forwards and then two back: no lease, idle time, life or command's time-out goes by it."""
+    with capsys.disabled():
+        code, output = machine.run("python3 -m tests.guest.clock_step", timeout=1500)
+    assert code == 0, output[-4000:]
+    assert output.count("nothing ended by it") == 2
