@@ -9,8 +9,9 @@ from typing import Any, Literal, TypedDict, TypeVar, Unpack
 import msgspec
 
 from dsec.bus import subjects
+from dsec.bus.grants import DEEPEST, LABEL
 from dsec.bus.messages import Empty, InfoReply, ListReply, ManyReply, PauseReply, Selector
-from dsec.bus.subjects import Caller
+from dsec.bus.subjects import OF_JOB, Caller
 from dsec.errors import DeadlineExceeded, DsecError, NotFound, SandboxGone, Unavailable, from_body
 from dsec.model import ExitReason, SandboxId, SandboxInfo, State
 from libdsec.results import ItemOutcome
@@ -81,7 +82,8 @@ class Many:
         return await self._many("stop", labels, ids, everything, below)
 
     async def pause(self, labels: Mapping[str, str] | None = None, **how: Unpack[EachOf]) -> Outcomes:
-        """Freeze a job and give its memory back: what became of each sandbox, and what its pause gave (`ItemOutcome.paused`).
+        """Freeze a job and give its memory back: what became of each sandbox, and what its pause gave (`ItemOutcome.paused`). Workers stand
+        still before what they drive, and go on after it.
 
         Commands that run stand still, and their time-outs with them; who waits for one goes on waiting. Any other request resumes its
         sandbox. One that fails runs on.
@@ -114,17 +116,17 @@ class Many:
         results += await asyncio.gather(*(self._absent(verb, sandbox_id, silent) for sandbox_id in missing))
         return results
 
-    async def _named(self, selector: Selector, below: bool) -> dict[str, str]:
-        """All that are chosen, with their projects. A node that does not answer is asked again for a while: it may be restarting.
+    async def _named(self, selector: Selector, below: bool) -> dict[str, tuple[str, int]]:
+        """All that are chosen, with their projects and turns. A node that does not answer is asked again for a while: it may be restarting.
 
         Raises `Unavailable` when one stays silent and nothing was found elsewhere."""
         end = asyncio.get_running_loop().time() + MANY_TIMEOUT * 2
-        found: dict[str, str] = {}
+        found: dict[str, tuple[str, int]] = {}
         while True:
             replies, silent = await self._wire.everyone("list", selector, ListReply, timeout=MANY_TIMEOUT / 6, below=below)
-            found |= {info.id: info.project for reply in replies for info in reply.sandboxes}
+            found |= {info.id: (info.project, _turn(info)) for reply in replies for info in reply.sandboxes}
             if any(reply.more for reply in replies):
-                found |= {info.id: info.project for info in await self.list(selector.labels, ids=selector.ids, below=below)}
+                found |= {info.id: (info.project, _turn(info)) for info in await self.list(selector.labels, ids=selector.ids, below=below)}
             if not silent:
                 return found
             if asyncio.get_running_loop().time() > end:
@@ -152,7 +154,7 @@ class Many:
             raise wrong(f"would {verb} every sandbox of the project", "labels", "", "give labels or ids, or everything=True")
         whole(parallel, "parallel", 1, 10_000)
         known = bool(chosen.ids) and not chosen.labels and not below
-        todo = dict.fromkeys(chosen.ids, self.project) if known else await self._named(chosen, below)
+        todo = dict.fromkeys(chosen.ids, (self.project, 0)) if known else await self._named(chosen, below)
         view = await self._wire.view(timeout=2.0)
         nodes = {node.edge for node in view.nodes}.union(view.expected) if view is not None else set()
         gate = asyncio.Semaphore(parallel)
@@ -171,7 +173,7 @@ class Many:
                         PauseReply if verb == "pause" else Empty,
                         timeout=patience,
                         each=45.0,
-                        project=todo[sandbox_id],
+                        project=todo[sandbox_id][0],
                     )
                     result = ItemOutcome(id=sandbox_id, paused=reply.paused if isinstance(reply, PauseReply) else None)
                 except DsecError as error:
@@ -181,7 +183,11 @@ class Many:
                 progress(done, len(todo))
             return result
 
-        return list(await asyncio.gather(*(one(sandbox_id) for sandbox_id in todo)))
+        results: list[ItemOutcome] = []
+        turns = sorted({turn for _, turn in todo.values()}, reverse=verb == "resume")
+        for now in turns:
+            results += await asyncio.gather(*(one(sandbox_id) for sandbox_id, (_, turn) in todo.items() if turn == now))
+        return results
 
     async def _absent(self, verb: str, sandbox_id: str, silent: Sequence[str]) -> ItemOutcome:
         """What to say of an id that no Edge has among the living. Stopping what has ended is fine."""
@@ -244,6 +250,11 @@ def gone(sandbox_id: str, info: SandboxInfo) -> SandboxGone:
     if info.exit is None:
         return SandboxGone("has ended", sandbox=sandbox_id)
     return SandboxGone(f"has ended ({info.exit.reason}): {info.exit.detail}".rstrip(": "), sandbox=sandbox_id, reason=str(info.exit.reason))
+
+
+def _turn(info: SandboxInfo) -> int:
+    """Whose pause comes first: that of workers, which would wake what they drive, and of a worker's workers after it."""
+    return info.principal.count(OF_JOB) if info.labels.get(LABEL) == info.id else DEEPEST + 1
 
 
 def _selector(

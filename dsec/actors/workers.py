@@ -237,7 +237,7 @@ class Way:
                 return
             except DsecError as error:
                 log.warning("workers.way_broke", sandbox=self.sandbox.id, error=str(error))
-            await self._awake()
+            await self.awake()
             await asyncio.sleep(pause)
             pause = min(longest, pause * 2)
 
@@ -283,7 +283,8 @@ class Way:
         with contextlib.suppress(DsecError):  # it may have ended by itself, or its sandbox
             await self.link.signal(op, 9)
 
-    async def _awake(self) -> None:
+    async def awake(self) -> None:
+        """Until the worker runs."""
         while self.sandbox.within(State.PAUSING, State.PAUSED, State.RESUMING, State.CAPTURING):
             await self.sandbox.changed()
 
@@ -295,7 +296,7 @@ class Way:
             except (Unavailable, DeadlineExceeded):
                 if self.sandbox.within(State.RUNNING):
                     raise
-                await self._awake()
+                await self.awake()
 
 
 class Line:
@@ -331,6 +332,7 @@ class Line:
         async for chunk in self._way.link.output(self._op):
             for at in range(0, len(chunk.data), SLICE):
                 piece, before = chunk.data[at : at + SLICE], gate.messages
+                await self._way.awake()  # a worker that stands still says nothing: what it drives may stand still as well
                 await self._upstream.say(piece)
                 await self._tell()
                 if gate.over:

@@ -20,13 +20,10 @@ async def test_an_edge_asks_for_the_end_that_it_did_not_hear(state_dir: Path) ->
         libdsec.connect(cluster.url) as dsec,
     ):
         first, second = await dsec.create("image", **FAKE), await dsec.create("image", **FAKE)
-        bound = {
-            host.id: await dsec.create_many(libdsec.spec("image", ends_with=host.id, on_client_loss="keep", **FAKE), 8)
-            for host in (first, second)
-        }
-        assert {sandbox._id.edge for sandbox in bound[first.id]} == {"n1", "n2"}
+        await eventually(lambda: _nodes(dsec, 2))
+        bound = {host.id: await _bound(dsec, host) for host in (first, second)}
         await first.stop()  # no worker: its Edge tells nobody
-        await eventually(lambda: _left(dsec, 9), timeout=30)
+        await eventually(lambda: _left(dsec, 1 + len(bound[second.id])), timeout=30)
         left = {info.id for info in await dsec.list()}
         assert left == {second.id, *(sandbox.id for sandbox in bound[second.id])}
         ended = {info.id: info.exit for info in await dsec.list(stopped=True) if info.exit is not None}
@@ -42,3 +39,18 @@ async def test_an_edge_asks_for_the_end_that_it_did_not_hear(state_dir: Path) ->
 
 async def _left(dsec: libdsec.Client, count: int) -> bool:
     return len(await dsec.list()) == count
+
+
+async def _nodes(dsec: libdsec.Client, count: int) -> bool:
+    return len((await dsec.nodes()).nodes) == count
+
+
+async def _bound(dsec: libdsec.Client, host: libdsec.Sandbox) -> list[libdsec.Sandbox]:
+    """Some on each node that end with ``host``."""
+    made: list[libdsec.Sandbox] = []
+    for _ in range(20):
+        made += await dsec.create_many(libdsec.spec("image", ends_with=host.id, on_client_loss="keep", **FAKE), 4)
+        if {sandbox._id.edge for sandbox in made} == {"n1", "n2"}:
+            break
+    assert {sandbox._id.edge for sandbox in made} == {"n1", "n2"}
+    return made

@@ -45,7 +45,9 @@ async def made(state_dir: Path, edge: str) -> Cluster:
 
 
 async def progress(worker: libdsec.Sandbox) -> int:
-    return int((await worker.files.read_text("/tmp/progress")).split()[0] or 0) if await worker.files.exists("/tmp/progress") else 0
+    if not await worker.files.exists("/tmp/progress"):
+        return 0
+    return int([*(await worker.files.read_text("/tmp/progress")).split(), "0"][0])  # empty while it is being written
 
 
 async def test_a_controller_goes_on_while_client_edge_and_bus_die(state_dir: Path, edge_name: str, leftovers: Census) -> None:
