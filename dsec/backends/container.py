@@ -457,6 +457,8 @@ class ContainerBackend:
         if signum == 9 and self._cgroups.oom_kills(ulid) > told:
             limit = f"memory: its limit of {memory_bytes(instance.plan)} bytes was reached" if instance else "memory"
             return Exit(reason=ExitReason.OOM, detail=limit, signal=signum, wall_ts=wall)
+        if why := status.get("why"):
+            return Exit(reason=ExitReason.LAUNCH_FAILED, detail=why, wall_ts=wall)
         if code is None and signum is None:
             return Exit(reason=ExitReason.BROKEN, detail="it ended while no holder watched it", wall_ts=wall)
         return Exit(reason=ExitReason.EXITED, detail="its init ended", exit_code=code, signal=signum, wall_ts=wall)

@@ -310,7 +310,13 @@ class Holder(LayersHeld, OnDemand, Zygotes, DiskStores, Heirs):
                 pass
         os.close(box.init)
         box.init = -1
-        self._gone(box, status)
+        if box.starting:
+            box.ended = status  # its zygote knows why, and says so next
+        else:
+            self.init_gone(box, status)
+
+    def init_gone(self, box: Sandbox, status: dict[str, Any]) -> None:
+        self._gone(box, status | ({"why": box.why} if box.why else {}))
 
     def _gone(self, box: Sandbox, status: dict[str, Any]) -> None:
         self.sandboxes.pop(box.ulid, None)

@@ -48,6 +48,9 @@ class Sandbox:
         self.pid = 0
         self.child = True  # ours to wait for; False for one adopted after a holder's death
         self.doomed = False
+        self.starting = False  # its init is there, and its zygote has not said that it is the agent
+        self.why = ""  # what failed between the two
+        self.ended: dict[str, Any] | None = None  # how it ended while that was so
         self.reply: tuple[Edge, int] | None = None
 
 
@@ -77,6 +80,8 @@ class Core(Protocol):
     def _hold(self, key: str, fd: int) -> None: ...
 
     def _watch(self, fd: int, kind: str, box: Sandbox) -> None: ...
+
+    def init_gone(self, box: Sandbox, status: dict[str, Any]) -> None: ...
 
     def _gone(self, box: Sandbox, status: dict[str, Any]) -> None: ...
 

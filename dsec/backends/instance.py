@@ -13,12 +13,15 @@ import msgspec
 from dsec.backends.base import LaunchPlan, PackOrder
 from dsec.backends.capture import Subject
 from dsec.backends.pack import pack_upper
-from dsec.errors import NodeError, Unsupported
+from dsec.errors import DsecError, NodeError, Unsupported
 from dsec.model import Exit, ExitReason, PackedLayer, Paused, Usage
 
 if TYPE_CHECKING:
     from dsec.backends.container import ContainerBackend
     from dsec.backends.guest.link import Link
+
+
+LAST_WORDS = 1.0  # seconds in which the reason of an end is heard
 
 
 class Once:
@@ -91,9 +94,15 @@ class ContainerInstance:
         try:
             async with patience:
                 await self.link.reach()
-        except TimeoutError as error:
+        except (TimeoutError, DsecError) as error:
+            if isinstance(error, DsecError):  # the end of who held the socket is seen a little before the sandbox's
+                await asyncio.wait([self._gone], timeout=LAST_WORDS)
             if self._gone.done():
-                raise NodeError(f"the sandbox ended before it answered: {self._gone.result().detail}", reason="guest") from error
+                how = self._gone.result()
+                text = "" if how.reason is ExitReason.LAUNCH_FAILED else "the sandbox ended before it answered: "
+                raise NodeError(f"{text}{how.detail}", reason="guest" if text else "launcher") from error
+            if isinstance(error, DsecError):
+                raise
             raise NodeError(f"the guest did not answer within {timeout} s", reason="guest") from error
         finally:
             self._gone.remove_done_callback(ended)

@@ -274,14 +274,12 @@ class OpenNetwork:
     # --- a sandbox's part ------------------------------------------------------------------------------------------
 
     async def ready(self, answers: Coroutine[Any, Any, None], plan: LaunchPlan, pid: int, link: GuestLink) -> None:
-        """Until its guest answers (``answers``) and it has its network, if it is to have one. Both have ended when this raises."""
+        """Until its guest answers (``answers``) and it has its network, if it is to have one. One after the other: its init enters its
+        network namespace shortly before it becomes the agent."""
+        await answers
         if plan.wiring is None:
-            await answers
             return
-        results = await asyncio.gather(answers, self.wire(plan, pid), return_exceptions=True)
-        for result in results:
-            if isinstance(result, BaseException):
-                raise result
+        await self.wire(plan, pid)
         if not self._idmapped:
             await self.write_inside(plan, link)
 

@@ -56,7 +56,8 @@ class Zygotes(Core):
         return {"pids": [zygote.pid for zygote in self.zygotes.values()], "deaths": self.zygote_deaths}
 
     def op_spawn(self, call: Call) -> dict[str, Any] | None:
-        """Start a sandbox from a frame; answered when its agent runs. Its descriptor is the frame."""
+        """Start a sandbox from a frame; answered when its init is there, which has steps to go until it is the agent. Should one of them
+        fail, it ends, and ``why`` in how it ended says which. The call's descriptor is the frame."""
         if len(call.fds) != 1:
             raise Refused("a launch needs its frame")
         box = self._admit(call)
@@ -160,23 +161,34 @@ class Zygotes(Core):
                 os.close(fd)
             self._zygote_died(zygote)
         else:
-            box, zygote.box = zygote.box, None
             self.zygote_deaths = 0
-            self._launched(box, pid, fds[0] if fds else -1, code, data[ANSWER.size :].decode(errors="replace"))
+            if fds:
+                self._born(zygote.box, pid, fds[0])
+            else:
+                box, zygote.box = zygote.box, None
+                self._launched(box, pid, f"{data[ANSWER.size :].decode(errors='replace')}: {os.strerror(code)}" if code else "")
         self._hand_out_launches()
         return True
 
-    def _launched(self, box: Sandbox, pid: int, pidfd: int, code: int, text: str) -> None:
-        if pidfd < 0:
-            self._failed(box, f"{text}: {os.strerror(code)}")
-            return
-        box.init, box.pid = pidfd, pid
+    def _born(self, box: Sandbox, pid: int, pidfd: int) -> None:
+        box.init, box.pid, box.starting = pidfd, pid, True
         self._watch(box.init, "init", box)
-        if code or box.doomed:
+        if box.doomed:
             syscalls.pidfd_send_signal(box.init, signal.SIGKILL)
-            self._answer(box, {"error": f"{text}: {os.strerror(code)}" if code else "killed while it was launched"})
+            self._answer(box, {"error": "killed while it was launched"})
         else:
             self._answer(box, {"ok": {"pid": pid}})
+
+    def _launched(self, box: Sandbox, pid: int, why: str) -> None:
+        """It is the agent now, or ``why`` says what failed."""
+        if not pid:
+            self._failed(box, why)
+            return
+        box.starting, box.why = False, why
+        if box.ended is not None:
+            self.init_gone(box, box.ended)
+        elif why:
+            syscalls.pidfd_send_signal(box.init, signal.SIGKILL)
 
     def _zygote_died(self, zygote: Zygote) -> None:
         """What it was starting is not known to us: the cgroups' owner kills it there, and it becomes one of the strays that are reaped."""
@@ -188,8 +200,11 @@ class Zygotes(Core):
         os.close(zygote.pidfd)
         self.zygote_deaths += 1
         sys.stderr.write(f"holder: zygote {zygote.pid} ended with {end}\n")
-        if zygote.box is not None:
-            self._failed(zygote.box, "the zygote died")
+        if (box := zygote.box) is not None:
+            if box.starting:  # on its own from here: it ends itself, unless it is the agent already
+                self._launched(box, box.pid, "")
+            else:
+                self._failed(box, "the zygote died")
         try:
             self._keep(len(self.zygotes) + 1)
         except OSError as error:  # the next launch tries again

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import array
 import asyncio
+import contextlib
 import ctypes
 import json
 import os
@@ -186,14 +187,19 @@ def order(backend: Any, plan: LaunchPlan, **fields: Any) -> bytes:
 
 
 async def spawn(backend: Any, plan: LaunchPlan, data: bytes) -> dict[str, Any]:
-    """Hands a frame of the test's own to the holder."""
+    """Hands a frame of the test's own to the holder, and waits until the agent is executed. Raises `NodeError` with the holder's words."""
     fd = native._in_memory(data)
     try:
         lowers = [layer.digest for layer in plan.lowers]
         answer: dict[str, Any] = await backend.site.holder.request("spawn", fds=(fd,), ulid=plan.ulid, lowers=lowers, top="")
-        return answer
     finally:
         os.close(fd)
+    while isinstance(found := (await backend.site.holder.request("find", ulid=plan.ulid))["found"], int):
+        with contextlib.suppress(OSError):
+            if Path(f"/proc/{found}/comm").read_text() == "aether\n":
+                return answer
+        await asyncio.sleep(0.005)
+    raise NodeError(found["why"])
 
 
 def sections(data: bytes) -> list[tuple[int, bytes]]:

@@ -1,8 +1,9 @@
 /* One of the holder's helpers, one a core: it stays, and starts a sandbox for each request.
  *
  * A request is one SEQPACKET message {magic, number, more, 0} on descriptor 3 with descriptors: the frame, then the layers, topmost
- * first; `more` messages with further layers follow. The answer is {number, pid, errno} and a text, with a pidfd
- * when there was a process: pid and errno 0 mean that nothing was started, text and errno say at which step it failed.
+ * first; `more` messages with further layers follow. The answers are {number, pid, errno} and a text: one with a pidfd as soon as there is
+ * a process, so that whoever asked can call its agent while that is on its way; and one without, when the agent is executed or a step has
+ * failed, with the step and its errno. A pid of 0: no process was made.
  *
  * The sandbox's init is a child of the holder (CLONE_PARENT), and outlives this process. Descriptors below `first_free` stay for
  * ever and are all in use, so whatever a request brings or makes is above and is closed when it ends, however it ended. */
@@ -233,18 +234,17 @@ static struct started start(void) {
     return (struct started){.pid = (int)pid, .pidfd = pidfd, .news = ends[0]};
 }
 
-/* Until the agent is executed, which closes the pipe, or the child says what failed. */
+/* Until the agent is executed, which closes the pipe, or the child says what failed. One that is killed meanwhile is told by its end. */
 static void follow(const struct started *child, struct answer *answer) {
     struct news news;
-    struct pollfd wait = {.fd = child->news, .events = POLLIN}, death = {.fd = child->pidfd, .events = POLLIN};
+    struct pollfd wait = {.fd = child->news, .events = POLLIN};
     int ready;
     while ((ready = poll(&wait, 1, SETUP_MS)) < 0 && errno == EINTR) {}
-    answer->pid = child->pid;
     if (ready == 0) answer->error = ETIMEDOUT, snprintf(answer->text, MAX_TEXT, "set the sandbox up within %d ms", SETUP_MS);
     else if (read(child->news, &news, sizeof news) == sizeof news) {
         answer->error = news.error;
         memcpy(answer->text, news.text, MAX_TEXT);
-    } else if (poll(&death, 1, 0) > 0) answer->error = ESRCH, snprintf(answer->text, MAX_TEXT, "its init was killed, or ended at once");
+    }
     if (answer->error) syscall(SYS_pidfd_send_signal, child->pidfd, SIGKILL, NULL, 0);
 }
 
@@ -288,9 +288,11 @@ int zygote_main(void) {
             memcpy(answer.text, failed_text, MAX_TEXT);
         } else {
             child = start();
+            answer.pid = child.pid;
+            reply(&answer, child.pidfd);
             follow(&child, &answer);
         }
-        reply(&answer, child.pidfd);
+        reply(&answer, -1);
         dismiss(&nurse);
         syscall(SYS_CLOSE_RANGE, first_free, ~0u, 0);
     }
