@@ -92,7 +92,7 @@ def test_event_kinds_are_those_that_are_emitted() -> None:
     text = (ROOT / "docs/events.md").read_text()
     documented = set(re.findall(r"^\| (\w+) \|", text[text.index("| kind | when |") :], re.MULTILINE)) - {"kind"}
     source = "".join(path.read_text() for path in (ROOT / "dsec/actors").glob("*.py"))
-    emitted = set(re.findall(r"(?:emit|changed)\((?:self, |sandbox, )?\"(\w+)\"", source))
+    emitted = set(re.findall(r"(?:emit|changed|outbox\.make)\((?:self, |sandbox, )?\"(\w+)\"", source))
     assert documented == emitted == set(KINDS)
 
 
