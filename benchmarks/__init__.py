@@ -8,5 +8,5 @@ from __future__ import annotations
 
 NAMES = (
     *("create", "exec", "burst", "stream", "files", "trees", "forward", "placement", "idle", "packdiff", "disks"),
-    *("density", "stop", "sustained", "ondemand", "compose", "tar_vs_erofs", "pause", "job_pause", "neighbours", "fork"),
+    *("density", "stop", "sustained", "ondemand", "compose", "tar_vs_erofs", "pause", "job_pause", "neighbours", "fork", "recovery"),
 )

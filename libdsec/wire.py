@@ -172,7 +172,7 @@ class Wire:
         Watcher has seen the new one, with `Unavailable` (reason ``restarted``), and may be repeated if it may be repeated at all."""
         timer = asyncio.get_running_loop().call_later(SOON, self._watch_nodes) if self._views is None else None
         try:
-            return await self._incarnations.ask(edge, self.ask(subject, message, type_, timeout=timeout, transport=transport))
+            return await self._incarnations.ask((edge,), self.ask(subject, message, type_, timeout=timeout, transport=transport))
         finally:
             if timer is not None:
                 timer.cancel()
@@ -252,19 +252,30 @@ class Wire:
         late = {name for name, age in view.ages_ms.items() if age > LATE_MS} if view is not None else set()
         if known is not None and not known:
             return [], []
-        heard: set[str] = set()
+        heard: dict[str, E] = {}
 
         def complete(answer: E) -> bool:
-            heard.add(answer.edge)
-            return known is not None and heard >= known - late
+            heard.setdefault(answer.edge, answer)
+            return known is not None and heard.keys() >= known - late
 
         subject = subjects.everyone(self.unit, verb, self.caller, below=below)
         # Without a Watcher nobody knows how many there are: two seconds are enough for those that are well.
         wait = min(timeout, 2.0) if known is None or not known - late else timeout
-        answers, errors = await call.scatter(self.guard(), subject, message, type_, timeout=wait, expect=complete)
-        if errors and not answers:
+        loop = asyncio.get_running_loop()
+        end = loop.time() + wait
+        while True:
+            left = max(0.05, end - loop.time())
+            asking = call.scatter(self.guard(), subject, message, type_, timeout=left, expect=complete)
+            try:
+                _, errors = await self._incarnations.ask(known - late - heard.keys() if known else (), asking)
+            except Unavailable as error:
+                if error.reason != "restarted":
+                    raise
+                continue  # one that has not answered died: who came after it is asked, and the others once more
+            break
+        if errors and not heard:
             raise errors[0]
-        return answers, sorted((known or set()) - heard)
+        return list(heard.values()), sorted((known or set()) - heard.keys())
 
 
 def is_silence(error: DsecError) -> bool:

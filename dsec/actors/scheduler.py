@@ -255,7 +255,7 @@ class Scheduler:
                     timeout = min(left, self.config.launch_timeout_ms / 1000)
                     faults.reached("create.sent")
                     request = _launch_request(s, batch, left)
-                    reply = await self._incarnations.ask(batch.edge, self.bus.call(subject, request, LaunchReply, timeout=timeout))
+                    reply = await self._incarnations.ask((batch.edge,), self.bus.call(subject, request, LaunchReply, timeout=timeout))
                 except Unavailable as error:
                     if error.reason == "no_responders":
                         self.picture.forget(batch.edge)

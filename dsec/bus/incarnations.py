@@ -7,7 +7,7 @@ knows as soon as the next incarnation is there.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Collection
 from typing import TypeVar
 
 from dsec.errors import Unavailable
@@ -20,7 +20,7 @@ class Incarnations:
 
     def __init__(self) -> None:
         self._now: dict[str, str] = {}
-        self._asking: dict[asyncio.Timeout, tuple[str, str]] = {}
+        self._asking: dict[asyncio.Timeout, dict[str, str]] = {}
 
     def hear(self, edge: str, incarnation: str) -> None:
         """This one serves now. What is older than one heard before is late news, and none."""
@@ -28,26 +28,27 @@ class Incarnations:
         if incarnation == before or _older(incarnation, before):
             return
         self._now[edge] = incarnation
-        for bell, (asked, then) in self._asking.items():
-            if asked != edge:
+        for bell, asked in self._asking.items():
+            if edge not in asked:
                 continue
-            if not then:
-                self._asking[bell] = (edge, incarnation)
+            if not asked[edge]:
+                asked[edge] = incarnation
             elif not bell.expired():
                 bell.reschedule(asyncio.get_running_loop().time())
 
-    async def ask(self, edge: str, call: Awaitable[T]) -> T:
-        """The outcome of ``call``, a request to this Edge; `Unavailable` (reason ``restarted``) as soon as another incarnation of the Edge
-        is heard of than the one known when it began, or the first one heard of since."""
+    async def ask(self, edges: Collection[str], call: Awaitable[T]) -> T:
+        """The outcome of ``call``, a request to these Edges; `Unavailable` (reason ``restarted``) as soon as another incarnation of one of
+        them is heard of than the one known when it began, or the first one heard of since."""
         bell = asyncio.timeout(None)
         try:
             async with bell:
-                self._asking[bell] = (edge, self._now.get(edge, ""))
+                self._asking[bell] = {edge: self._now.get(edge, "") for edge in edges}
                 return await call
         except TimeoutError:
             if not bell.expired():
                 raise
-            raise Unavailable(f"{edge} was started anew: what the one before it was asked is lost", reason="restarted") from None
+            text = f"{' or '.join(edges)} was started anew: what the one before it was asked is lost"
+            raise Unavailable(text, reason="restarted") from None
         finally:
             self._asking.pop(bell, None)
 

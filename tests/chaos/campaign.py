@@ -10,6 +10,7 @@ import secrets
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -119,10 +120,10 @@ class Campaign:
         rounds: int = 0,
         deaths: int = 0,
         first: int = 0,
-        quiet: bool = False,
+        told: Callable[[str], None] = print,
     ) -> None:
         self.seed, self.seconds, self.rounds, self.deaths, self.number = seed, seconds, rounds, deaths, first
-        self.container, self.quiet = container, quiet
+        self.container, self.told = container, told
         self.oracle = Oracle(fragile=not container)
         mark = secrets.token_hex(3)
         self.boxes = Boxes(place, (f"ca{mark}", f"cb{mark}"), seed, container=container, told=self.say)
@@ -130,8 +131,7 @@ class Campaign:
         self.report = Report(seed)
 
     def say(self, text: str) -> None:
-        if not self.quiet:
-            print(f"{time.strftime('%H:%M:%S')}  {text}", flush=True)
+        self.told(f"{time.strftime('%H:%M:%S')}  {text}")
 
     async def run(self) -> Report:
         report, boxes = self.report, self.boxes

@@ -40,6 +40,10 @@ KEYS = {
     "pause": {"mb", "random_share", "swap", "pause_ms", "released_share", "resume_first_exec_ms", "touch_all_ms"},
     "fork": {"n", "kind", "seconds", "p50_ms"},
     "job_pause": {"n", "mib_each", "seconds", "released_mib"},
+    "recovery": {
+        *("edge_restart_s", "adopted", "nats_restart_s", "leader_loss_s"),
+        *("lost_events", "lost_results", "doubled_results"),
+    },
 }
 
 
@@ -74,6 +78,7 @@ def test_defaults_are_those_of_the_targets() -> None:
     assert (placement["n"], placement["edges"]) == (32_000, 160)
     assert module("density").DEFAULTS["n"] == 10_000
     assert module("stop").DEFAULTS["n"] == 1_000
+    assert (module("recovery").DEFAULTS["n"], module("recovery").DEFAULTS["kills"]) == (200, 200)
     sustained = module("sustained").DEFAULTS
     assert (sustained["rate"], sustained["minutes"], sustained["refuse"]) == (5_000, 2.0, 0.01)
     assert sustained["rate"] * sustained["lifetime"] == 380_000

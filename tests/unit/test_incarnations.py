@@ -14,8 +14,8 @@ async def test_what_was_asked_of_one_that_died_is_lost() -> None:
     """At the next incarnation's first word; requests to others go on, and so does one that has been answered."""
     known = Incarnations()
     known.hear("a", "u.1")
-    lost = asyncio.ensure_future(known.ask("a", asyncio.sleep(3600)))
-    other = asyncio.ensure_future(known.ask("b", asyncio.sleep(0.05, "answer")))
+    lost = asyncio.ensure_future(known.ask(("a",), asyncio.sleep(3600)))
+    other = asyncio.ensure_future(known.ask(("b",), asyncio.sleep(0.05, "answer")))
     await asyncio.sleep(0)
     known.hear("a", "u.1")
     await asyncio.sleep(0)
@@ -31,7 +31,7 @@ async def test_what_was_asked_of_one_that_died_is_lost() -> None:
 async def test_the_first_incarnation_that_is_heard_of_is_the_one_that_was_asked() -> None:
     """Who had heard nothing of the Edge before takes the first news for it, and the second for a restart."""
     known = Incarnations()
-    lost = asyncio.ensure_future(known.ask("a", asyncio.sleep(3600)))
+    lost = asyncio.ensure_future(known.ask(("a",), asyncio.sleep(3600)))
     await asyncio.sleep(0)
     known.hear("a", "u.4")
     await asyncio.sleep(0)
@@ -45,7 +45,7 @@ async def test_late_news_are_none() -> None:
     """A heartbeat of the one before that comes after the next one's ends nothing."""
     known = Incarnations()
     known.hear("a", "u.10")
-    asked = asyncio.ensure_future(known.ask("a", asyncio.sleep(0.05, "answer")))
+    asked = asyncio.ensure_future(known.ask(("a",), asyncio.sleep(0.05, "answer")))
     await asyncio.sleep(0)
     known.hear("a", "u.9")
     assert await asked == "answer"
@@ -58,4 +58,4 @@ async def test_a_time_out_of_its_own_stays_what_it_is() -> None:
         raise DeadlineExceeded("no answer")
 
     with pytest.raises(DeadlineExceeded):
-        await Incarnations().ask("a", late())
+        await Incarnations().ask(("a",), late())
