@@ -183,9 +183,9 @@ class Blob:
             return self._units.read(offset, wanted, self.filler.coming)
 
     def bring(self, numbers: list[int]) -> None:
-        """Fetch what nobody waits for yet; neighbours together."""
+        """Fetch what nobody waits for yet; neighbours together, when one comes after the other."""
         run: list[int] = []
-        for number in sorted(numbers):
+        for number in numbers:
             if run and number != run[-1] + 1:
                 self.worker.near.submit(self.filler.bring, run)
                 run = []

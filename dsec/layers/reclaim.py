@@ -10,6 +10,7 @@ import contextlib
 import fcntl
 import os
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -123,3 +124,10 @@ def fsync(path: str | Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def fsync_all(*paths: str | Path) -> None:
+    """Files and directories at once: the disk is waited for as for one."""
+    with ThreadPoolExecutor(len(paths)) as pool:
+        for done in [pool.submit(fsync, path) for path in paths]:
+            done.result()

@@ -32,7 +32,7 @@ from dsec.errors import InvalidRequest, NodeError, NotFound
 from dsec.layers import erofs, erofs_read, index, manifest, mounts, reclaim, tools
 from dsec.layers.chunks import Filler
 from dsec.layers.mounts import LayerMount
-from dsec.layers.reclaim import SIDES, fsync, remove_tree
+from dsec.layers.reclaim import SIDES, fsync, fsync_all, remove_tree
 from dsec.layers.stack import close_matches
 from dsec.model import LayerRef
 
@@ -308,23 +308,23 @@ class LayerStore:
         found = manifest.decode(known, digest)
         record = info or LayerInfo(digest="", stored="split", size=0)
         record = msgspec.structs.replace(record, meta=found.meta_size)
-        for path in (meta, data):
-            if path is not None:
-                fsync(path)
+        if data is not None:  # large: others need not wait for it
+            fsync(data)
 
-        def place() -> None:
+        def place(draft: Path) -> None:
             if self._record(digest).exists() and self.side(digest, ".data").exists() and self.side(digest, ".erofs").exists():
+                fsync_all(draft, meta)
                 return
             side = {suffix: self.side(digest, suffix) for suffix in SIDES}
             side[".manifest"].write_bytes(known)
-            fsync(side[".manifest"])
             side[".data.map"].unlink(missing_ok=True)
             if data is not None:
+                fsync_all(draft, meta, side[".manifest"])
                 os.rename(data, side[".data"])
                 return
             side[".data"].unlink(missing_ok=True)
             Filler.create(str(side[".data.map"]))
-            fsync(self._blobs)  # the bitmap first: a blob without one counts as whole
+            fsync_all(draft, meta, side[".manifest"], self._blobs)  # the bitmap before the blob, which counts as whole without one
             with open(side[".data"], "wb") as file:
                 file.truncate(found.size)  # no fsync: its size is checked with each use, and `_publish` syncs the directory
 
@@ -338,21 +338,26 @@ class LayerStore:
         size: int,
         name: str,
         meta: LayerInfo | None,
-        place: Callable[[], None] = lambda: None,
+        place: Callable[[Path], None] = fsync,
     ) -> LayerRef:
-        """``place`` puts what belongs to it beside it, under the same lock."""
+        """``place`` puts what belongs to it beside it, under the same lock, and syncs it together with the record's draft."""
         if name:
             index.check_name(name)
         base = meta or LayerInfo(digest="", stored=stored, size=0)
         info = msgspec.structs.replace(base, digest=digest, stored=stored, size=size, created_ts=time.time(), names=())
         with self._locked():  # together, so that gc never sees the content without its name
-            place()
-            if not self._same(info):
-                self._discard(info)
-                os.rename(path, self._blob(info))
-                self._write_record(info)
-            elif meta is not None:  # same content, made again: the newest record of how counts
-                self._write_record(info)
+            draft = self._draft_record(info)
+            try:
+                place(draft)
+                same = self._same(info)
+                if not same:
+                    self._discard(info)
+                    os.rename(path, self._blob(info))
+                if not same or meta is not None:  # same content, made again: the newest record of how counts
+                    os.rename(draft, self._record(digest))
+                    fsync(self._blobs)
+            finally:
+                draft.unlink(missing_ok=True)
             if name and self._index.names().get(name) != digest:
                 self._index.append(index.Entry(op="tag", name=name, digest=digest))
         return LayerRef(name=name or digest, digest=digest)
@@ -375,15 +380,12 @@ class LayerStore:
         os.rename(path, grave / path.name)
         return grave
 
-    def _write_record(self, info: LayerInfo) -> None:
+    def _draft_record(self, info: LayerInfo) -> Path:
         fd, temporary = tempfile.mkstemp(prefix="record-", dir=self._tmp)
         with open(fd, "wb") as file:
             file.write(msgspec.json.encode(info))
             os.fchmod(fd, 0o644)
-            file.flush()
-            os.fsync(fd)
-        os.rename(temporary, self._record(info.digest))
-        fsync(self._blobs)
+        return Path(temporary)
 
     def _read_record(self, digest: str) -> LayerInfo:
         try:

@@ -41,12 +41,12 @@ class Unit:
         self.asked: set[int] = set()
 
     def more(self, wanted: range, has: Callable[[int], bool]) -> list[int]:
-        """Chunks to fetch, when ``wanted`` are read for the first time: the nearest, of those that follow two for one that does not."""
+        """Chunks to fetch, when ``wanted`` are read for the first time: the nearest, of those that follow two for one that does not. In
+        order, behind what is needed at once."""
         found: list[int] = []
-        if self.program and not self.read and not has(self.chunks[-1]):
-            found.append(self.chunks[-1])
+        urgent = self.chunks[-1:] if self.program and not self.read and not has(self.chunks[-1]) else ()
         self.read.update(wanted)
-        self.asked.update(wanted, found)
+        self.asked.update(wanted, urgent)
         most = min(int(self.times * len(self.read)), len(self.read) + MOST)
         if len(self.chunks) <= SOON and self.times == FILE:
             most = len(self.chunks)
@@ -57,7 +57,7 @@ class Unit:
                 self.asked.add(number)
                 if not has(number):
                     found.append(number)
-        return found
+        return [*urgent, *sorted(found)]
 
     def _near(self, wanted: range) -> Iterator[int]:
         before, behind = bisect.bisect_left(self.chunks, wanted[0]) - 1, bisect.bisect_right(self.chunks, wanted[-1])
