@@ -26,6 +26,15 @@ def holder_of(cluster: Cluster) -> int:  # noqa: F811
     return pid
 
 
+async def told(client: Client, label: str, kind: str) -> list[Event]:  # noqa: F811
+    """The events of a sandbox, once there is one of this kind."""
+    found: list[Event] = []
+    async with asyncio.timeout(60):
+        while not any(event.kind == kind for event in found):
+            found = [event async for event in client.events({"death": label}, since="all", follow=False)]
+    return found
+
+
 async def ends_once(client: Client, box: Sandbox, label: str, reasons: set[ExitReason]) -> None:  # noqa: F811
     """It is stopped for one of these reasons, its end came as one event that says the same, and nothing has been started in its place."""
     async with asyncio.timeout(60):
@@ -36,10 +45,7 @@ async def ends_once(client: Client, box: Sandbox, label: str, reasons: set[ExitR
     with pytest.raises(SandboxGone) as caught:
         await Sandbox(client, box._id).exec("true")
     assert caught.value.reason == info.exit.reason
-    found: list[Event] = []
-    async with asyncio.timeout(60):
-        while not any(event.kind == "stopped" for event in found):
-            found = [event async for event in client.events({"death": label}, since="all", follow=False)]
+    found = await told(client, label, "stopped")
     assert [event.kind for event in found] == ["created", "running", "stopped"]
     assert {event.sb for event in found} == {box.id}
     assert found[-1].detail["reason"] == info.exit.reason
@@ -53,6 +59,9 @@ async def test_a_killed_environment_is_told_and_not_restarted(client: Client, cl
     (edge,) = cluster.edges.values()
     async with client.sandbox("small", **SMALL) as other:
         box = await client.create("small", labels={"death": label}, **SMALL)
+        await told(
+            client, label, "running"
+        )  # what is told is on disk: an Edge that dies before that may take it for one that was being made
         init, holder = init_of(box), holder_of(cluster)
         if "away" in what:
             await edge.kill()
