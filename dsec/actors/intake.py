@@ -29,6 +29,7 @@ from dsec.model import Exit, ExitReason, SandboxId, SandboxSpec, State, new_ulid
 if TYPE_CHECKING:
     from dsec.actors.edge import Edge
 
+TURNS = 2  # of the loop until a launch has been handed on: the thread that writes records would take the interpreter from it
 ROUND = 64  # admissions between two looks of the loop at others: about 10 ms
 STARTING = (State.PENDING, State.CREATING)
 
@@ -117,9 +118,11 @@ class Intake:
                     new.append(outcome)
                     outcome.recorded = self._inserts[outcome.record.ulid] = stored
             faults.reached("create.admitted")
+            created = [edge.outbox.make("created", sandbox.record) for sandbox in new]
             if self._ahead:
                 self._enqueue(new)
-            created = [edge.outbox.make("created", sandbox.record) for sandbox in new]
+                for _ in range(TURNS):
+                    await asyncio.sleep(0)
             await edge.store.insert([sandbox.record for sandbox in new], [edge.outbox.row(event) for event in created])
             faults.reached("create.recorded")
             if not self._ahead:

@@ -43,6 +43,7 @@ log = structlog.get_logger("dsec.scheduler")
 _spec = msgspec.msgpack.Decoder(SandboxSpec)
 SPEC_BYTES = 400_000  # of one spec: an answer that repeats parts of it still fits one message
 MOST_TASKS = 10_000  # batches on their way to Edges, above which no more is taken on; each takes some 6 KiB
+TURNS = 2  # of the loop until the first batches have gone to their Edges: who waits for the acknowledgement waits for those
 FAILED_AT_ONCE = 1_000  # failures in one message: with their texts they stay far below the server's limit
 TELL_AFTER, TELL_EVERY = 1.0, 5.0  # seconds without room after which a caller hears why, and hears it again
 
@@ -143,8 +144,8 @@ class Scheduler:
                 size -= s.size
 
     # ------------------------------------------------------------------ create
-    def _create(self, context: Context, request: CreateEnvelope) -> CreateAck:
-        """Runs in the bus's reader: checks, remembers, acknowledges. Raises what is wrong with the request as a whole."""
+    async def _create(self, context: Context, request: CreateEnvelope) -> CreateAck:
+        """Checks, remembers, acknowledges. Raises what is wrong with the request as a whole."""
         caller = context.caller
         assert caller is not None
         if context.json:
@@ -185,6 +186,8 @@ class Scheduler:
         taken.tell_at = loop.time() + TELL_AFTER
         self._spawn(self._drive(taken))
         faults.reached("create.asked")
+        for _ in range(TURNS):
+            await asyncio.sleep(0)
         return CreateAck(scheduler=self.name)
 
     def _spawn(self, coroutine: object) -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from typing import Any
 
 import msgspec
 import pytest
 import pytest_asyncio
 
 from dsec.actors.edge import Edge
-from dsec.actors.store import Record, SqliteStore
+from dsec.actors.store import SqliteStore
 from dsec.backends.fake import Faults
 from dsec.bus.messages import LaunchItem, LaunchRequest
 from dsec.bus.server import NatsServer
@@ -97,9 +98,9 @@ async def test_nobody_is_told_before_the_record_is_on_disk(box: Box, monkeypatch
     written = asyncio.Event()
     insert = edge.store.insert
 
-    async def late(records: list[Record]) -> None:
+    async def late(*change: Any) -> None:
         await written.wait()
-        await insert(records)
+        await insert(*change)
 
     monkeypatch.setattr(edge.store, "insert", late)
     asker = await Asker(await box.bus()).open()
@@ -121,13 +122,13 @@ async def test_what_cannot_be_recorded_is_undone(box: Box, monkeypatch: pytest.M
     full = True
     launched_early = 0
 
-    async def sometimes(records: list[Record]) -> None:
+    async def sometimes(*change: Any) -> None:
         nonlocal launched_early
         await asyncio.sleep(0.05)
         launched_early += len(box.nodes["n1"].guests)
         if full:
             raise NodeError("record not written: no space left", reason="store")
-        await insert(records)
+        await insert(*change)
 
     monkeypatch.setattr(edge.store, "insert", sometimes)
 

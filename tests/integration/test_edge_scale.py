@@ -59,7 +59,7 @@ async def test_an_idle_sandbox_costs_the_edge_few_bytes_and_no_task(edge: Edge) 
     tracemalloc.start(1)
     try:
         await fill(edge, MANY, "cold")
-        edge.events.events.clear()  # type: ignore[attr-defined]
+        edge.events.kept.events.clear()  # type: ignore[attr-defined]
         await asyncio.sleep(0.5)
         gc.collect()
         each = tracemalloc.get_traced_memory()[0] / MANY
