@@ -15,37 +15,33 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Coroutine, Iterable, Sequence
 from typing import Any
 
-import msgspec
 import structlog
 
 from dsec import faults
 from dsec.actors import capacity, leases
+from dsec.actors.adopting import Adoption
 from dsec.actors.checkpoints import Checkpoints
 from dsec.actors.commands import Commands
 from dsec.actors.fence import Fences
 from dsec.actors.host import Host
-from dsec.actors.intake import STARTING, Intake, demand_of
-from dsec.actors.lifecycle import On, Story, adoption
+from dsec.actors.intake import Intake, demand_of
+from dsec.actors.lifecycle import On, Story
 from dsec.actors.news import Reporter
 from dsec.actors.outbox import EventSink, Outbox
-from dsec.actors.sandbox import Sandbox, whole_once_it_answers
+from dsec.actors.sandbox import Sandbox
 from dsec.actors.standing import LOST, Standing
 from dsec.actors.store import Record, Store, Told
 from dsec.actors.workers import Workers
-from dsec.backends.base import Instance, LaunchPlan
 from dsec.bus import subjects
 from dsec.bus.bus import Bus
 from dsec.bus.messages import Failed, Heartbeat, NodeLoad, ReadyItem
-from dsec.bus.subjects import lease_of, user_of
+from dsec.bus.subjects import user_of
 from dsec.config import EdgeConfig
 from dsec.errors import Busy, DeadlineExceeded, DsecError, NodeError, SandboxGone
 from dsec.model import Exit, ExitReason, State
 
 log = structlog.get_logger("dsec.edge")
-_plan = msgspec.msgpack.Decoder(LaunchPlan)
-SLICE = 64  # adopted sandboxes between two looks of the loop at others
 BUS_PATIENCE = 2.0  # seconds within which a bus answers that is there
-WHOLE = 5.0  # seconds in which the agent of one that was being started must answer
 LAG_PERIOD = 0.1  # seconds between two looks at how late the loop is
 
 
@@ -108,7 +104,7 @@ class Edge:
         self.spawn(self._measure_lag())
         await self.outbox.recover()
         lost = LOST if fenced else Exit(reason=ExitReason.NODE_LOST, detail="its machine went down") if rebooted else None
-        await self._adopt(list(records), lost)
+        await Adoption(self).run(list(records), lost)
         if rebooted:
             await self.store.settle()
         await self.commands.recover(self.sandboxes.get)
@@ -117,136 +113,6 @@ class Edge:
         self.adopting = False
         self.spawn(self._sweep())
         self.beat()
-
-    async def _adopt(self, records: list[Record], lost: Exit | None) -> None:
-        now = time.monotonic()
-        live = []
-        plans: dict[str, LaunchPlan] = {}
-        for record in records:
-            self.requests[record.principal, record.project, record.burst, record.index] = record.ulid
-            self.intake.slots.taken(record.slot)
-            if record.state is State.STOPPED:
-                record.plan = b""
-                self.ended[record.ulid] = (record, Story(lines=[f"ended: {record.exit}"]))
-                continue
-            try:
-                plans[record.ulid] = _plan.decode(record.plan)
-            except msgspec.MsgspecError as error:
-                self._unreadable(record, str(error))
-                continue
-            record.plan = b""
-            live.append(record)
-        self.ended = OrderedDict(sorted(self.ended.items(), key=lambda item: item[1][0].ended_ts))
-        # From here on steps of the machine's clock change nothing: how old they are is asked once.
-        for ulid, (record, _) in self.ended.items():
-            self._forgetting.append((now + self._retention - min(max(0.0, time.time() - record.ended_ts), self._retention), ulid))
-        survivors: dict[str, tuple[Instance, bool]] = {}
-        ends: dict[str, Exit] = {}
-        for at in range(0, len(live), 16):
-            part = live[at : at + 16]
-            found = (
-                await asyncio.gather(*(self._find(record, plans[record.ulid]) for record in part)) if lost is None else [None] * len(part)
-            )
-            survivors |= {record.ulid: each for record, each in zip(part, found, strict=True) if each is not None}
-            for record in part:
-                planner = self.host.planners.get(record.spec.backend)
-                if planner is None or lost is not None or record.ulid in survivors:
-                    continue
-                if (how := await planner.backend.last_exit(record.ulid)) is not None:
-                    ends[record.ulid] = how
-            await asyncio.sleep(0)  # heartbeats between the slices
-        faults.reached("adopt.found")
-        for name, backend in self.host.backends.items():
-            freed = await backend.reap(frozenset(survivors))
-            if freed:
-                log.info("edge.reaped", backend=name, count=len(freed))
-        faults.reached("adopt.reaped")
-        for number, record in enumerate(live):
-            if number % SLICE == SLICE - 1:
-                await asyncio.sleep(0)  # ten thousand at once would hold the loop for half a second
-            self._take_up(record, plans.pop(record.ulid), survivors.get(record.ulid), lost or ends.get(record.ulid), now)
-        faults.reached("adopt.taken")
-        log.info("edge.adopted", alive=len(survivors), ended=len(live) - len(survivors), remembered=len(self.ended))
-
-    def _unreadable(self, record: Record, error: str) -> None:
-        """Another version of the Edge wrote what this one cannot read: that is an end like others, and must not keep the node from
-        serving. What there is of it is freed as everything that no record names."""
-        log.error("edge.unreadable_record", sandbox=record.ulid, error=error)
-        how = Exit(reason=ExitReason.BROKEN, detail="what was recorded of it cannot be read", wall_ts=time.time())
-        record.state, record.exit, record.ended_ts, record.plan = State.STOPPED, how, how.wall_ts, b""
-        self.ended[record.ulid] = (record, Story(lines=[f"ended: {how}"]))
-        stopped = self.outbox.make("stopped", record, msgspec.to_builtins(how))
-        self.outbox.send_once(self.store.post(record, [self.outbox.row(stopped)]), stopped)
-
-    async def _find(self, record: Record, plan: LaunchPlan) -> tuple[Instance, bool] | None:
-        """What lives of it, and whether that stands still. What the kernel shows counts, for an Edge may have died before it had
-        written what it did: one that was being started goes on when it is whole (`whole_once_it_answers`)."""
-        if record.state is State.STOPPING or record.spec.backend not in self.host.planners:
-            return None
-        starting = record.state in STARTING
-        if starting and not whole_once_it_answers(record, plan):
-            return None
-        backend = self.host.planners[record.spec.backend].backend
-        instance: Instance | None = None
-        try:
-            instance = await backend.adopt(plan)
-            if instance is None:
-                return None
-            still = await instance.stands_still()
-            if starting and not still:
-                async with asyncio.timeout(WHOLE):
-                    await instance.link.ops()
-            if still and record.state in (State.RESUMING, State.CAPTURING):
-                await instance.resume()
-                still = False
-            elif still and record.state is not State.PAUSED:
-                await instance.pause(False)
-        except (DsecError, OSError) as error:
-            if not starting:
-                log.error("edge.adopt_failed", sandbox=record.ulid, error=str(error))
-            if instance is not None:
-                with contextlib.suppress(DsecError, OSError):  # then it is `reap`'s
-                    await instance.stop()
-            return None
-        return instance, still
-
-    def _take_up(self, record: Record, plan: LaunchPlan, found: tuple[Instance, bool] | None, last: Exit | None, now: float) -> None:
-        planner = self.host.planners.get(record.spec.backend) or next(iter(self.host.planners.values()))
-        sandbox = Sandbox(self, self.name, record, plan, planner.backend, record.slot)
-        sandbox.story.add(f"adopted from {record.state} by {self.store.incarnation}")
-        self.enter(sandbox)
-        instance, frozen = found if found is not None else (None, False)
-        event = adoption(record.state, instance is not None, frozen)
-        how = None
-        if event is On.ADOPTED_PARTIAL:
-            sandbox.life = msgspec.structs.replace(sandbox.life, ready=record.state not in STARTING)
-            if record.exit is not None:
-                how = record.exit
-            elif record.state in STARTING:
-                how = last or Exit(reason=ExitReason.LAUNCH_FAILED, detail="the Edge restarted while it was being launched")
-            elif last is not None:
-                how = last
-            else:
-                how = Exit(reason=ExitReason.BROKEN, detail="it ended while the Edge was away")
-        want = demand_of(sandbox.plan)
-        self.ledger.hold_disk(record.ulid, want.disk)
-        if event is not On.ADOPTED_PAUSED:
-            self.ledger.reserve(record.ulid, want, force=True)
-        if instance is not None:
-            sandbox.hold(instance)
-        if record.lease:
-            # A restarted Edge cannot know which claims were acknowledged: all count as claimed, and the lease gets a whole period.
-            lease, owner = lease_of(record.principal, record.lease), (record.principal, record.project)
-            self.leases.add(lease, owner, record.lease_ttl_ms / 1000, record.ulid, now, claimed=True)
-        unfinished, starting = record.state is not State.PAUSED, record.state in STARTING
-        if record.still_at:  # it stood still while no Edge was there
-            record.stood_ms, record.still_at = record.stood_ms + max(0, round((now - record.still_at) * 1000)), 0.0
-        sandbox.feed(event, how)
-        self.workers.adopted(sandbox)
-        if event is On.ADOPTED_PAUSED and unfinished:
-            self.spawn(sandbox.complete_pause())
-        if instance is not None and starting:
-            self.changed(sandbox, "running")  # it would be on disk if it had been told
 
     # ------------------------------------------------------------------ what sandboxes tell (the Keeper protocol)
     def ready(self, sandbox: Sandbox) -> None:
@@ -276,7 +142,7 @@ class Edge:
             if sandbox.unrecorded:
                 return
             self.ended[record.ulid] = (record, sandbox.story)
-            self._forgetting.append((time.monotonic() + self._retention, record.ulid))
+            self.forget_later(record.ulid)
         self.changed(sandbox, "stopped", sandbox.ending())
 
     def word(self, sandbox: Sandbox, kind: str, detail: dict[str, object] | None = None) -> list[Told]:
@@ -427,6 +293,10 @@ class Edge:
             if when:
                 # Busy ones are overdue and not due: looked at again in the next sweep, not in this one.
                 heapq.heappush(self._clock, (max(when, now + 0.001), sandbox.record.ulid))
+
+    def forget_later(self, ulid: str, age: float = 0.0) -> None:
+        """One that ended ``age`` seconds ago, by a clock that may have been set since, is remembered as long as is configured."""
+        self._forgetting.append((time.monotonic() + self._retention - min(max(0.0, age), self._retention), ulid))
 
     async def prune(self, ulids: Sequence[str]) -> None:
         """Forget these ended sandboxes. Raises `NodeError` when their records could not be removed; then they are still known."""
