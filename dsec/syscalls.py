@@ -145,7 +145,7 @@ class _OpenHow(ctypes.Structure):
 def disabled(name: str) -> bool:
     """True when ``DSEC_DISABLE`` (comma separated) names this feature: the kernel is to be treated as if it lacked it.
 
-    Names in use: erofs_file, erofs_loop, mkfs_erofs, erofs_utils, directio, fanotify, fuse, overlay_fd, userns.
+    Names in use: erofs_file, erofs_loop, mkfs_erofs, erofs_utils, directio, fanotify, fuse, hand, overlay_fd, userns.
     """
     return name in os.environ.get("DSEC_DISABLE", "").replace(" ", "").split(",")
 

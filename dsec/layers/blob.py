@@ -58,7 +58,8 @@ class Blob:
         self.filler = Filler(self.fd, known, bitmap(spec["data"]), self.fetch, worker.pool, self.whole)
         self.seen = bytearray(len(known.chunks))  # shared with the hand
         self._noted = bytearray(len(known.chunks))
-        self._units = units.Units(units.read(spec.get("meta", "")), known.chunk, len(known.chunks)) if self.even else None
+        self._units: units.Units | None = None  # `learn`
+        self._meta: str = spec.get("meta", "")
         os.close(fds[2])
         self.closed = False
         self.flushing = threading.Lock()
@@ -192,6 +193,12 @@ class Blob:
             run.append(number)
         if run:
             self.worker.near.submit(self.filler.bring, run)
+
+    def learn(self) -> None:
+        """Find out what belongs together. Readers need not wait for that."""
+        if self.even:
+            known = self.filler.manifest
+            self._units = units.Units(units.read(self._meta), known.chunk, len(known.chunks))
 
     def prefetch(self) -> None:
         """Replay an earlier run's first reads, a few at a time and neighbours together, so that whoever reads meanwhile waits for no more

@@ -14,11 +14,20 @@ import select
 import time
 from pathlib import Path
 
+from dsec import syscalls
 from dsec.layers.gate import SLOTS
 
 MISSING, FRESH, READY, TROUBLE = 1, 2, 3, 4
 _ARCH = {"amd64": "x86_64", "arm64": "aarch64"}.get(platform.machine().lower(), platform.machine().lower())
 LIBRARY = Path(__file__).resolve().parents[1] / "backends/guest/bin" / f"hand-{_ARCH}"
+
+
+def load(library: str) -> ctypes.CDLL | None:
+    """The library; None where it is not, or by DSEC_DISABLE=hand."""
+    with contextlib.suppress(OSError):
+        if library and os.path.exists(library) and not syscalls.disabled("hand"):
+            return ctypes.CDLL(library)
+    return None
 
 
 class Found(ctypes.Structure):
@@ -49,9 +58,7 @@ class Hand:
         self._epoll = select.epoll()
         self._places: dict[int, Place] = {}
         self._at: dict[int, int] = {}  # descriptor -> number, without the library
-        self._library: ctypes.CDLL | None = None
-        with contextlib.suppress(OSError):
-            self._library = ctypes.CDLL(library) if library and os.path.exists(library) else None
+        self._library = load(library)
         if self._library is not None:
             self._library.hand_wait.argtypes = (ctypes.c_int, ctypes.c_void_p)
             self._library.hand_arm.argtypes = self._library.hand_add.argtypes = (ctypes.c_int, ctypes.c_void_p)

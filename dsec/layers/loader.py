@@ -209,6 +209,7 @@ class Worker:
             self.fresh.append(blob)
         self.wake_up()
         blob.prefetch()
+        blob.learn()
         if self.control is None:
             self._complete(blob)
 

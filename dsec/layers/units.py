@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import bisect
 import ctypes
-import os
 from collections.abc import Callable, Iterator, Sequence
 
-from dsec.layers.hand import LIBRARY
+from dsec.layers.hand import LIBRARY, load
 
 LARGE = 512 * 1024  # a larger file is a unit of its own
 STRETCH = 16  # chunks
@@ -114,14 +113,14 @@ class Units:
 
 def read(meta: str, library: str = str(LIBRARY)) -> list[tuple[int, int, int, int]]:
     """The extents of a metadata image; [] without the library, or of an image that it does not understand. Some milliseconds."""
+    if (loaded := load(library)) is None:
+        return []
     try:
-        if not os.path.exists(library):
-            return []
-        call = ctypes.CDLL(library).files_read
         with open(meta, "rb") as file:
             data = file.read()
     except OSError:
         return []
+    call = loaded.files_read
     call.restype = ctypes.c_int64
     call.argtypes = (ctypes.c_char_p, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_void_p, ctypes.c_uint64)
     room = len(data) // 32  # as many as an image can have inodes: most files are one piece

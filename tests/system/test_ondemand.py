@@ -81,8 +81,11 @@ async def test_without_a_mark_holes_would_read_as_zeros_so_such_a_mount_is_refus
     assert box.read(fd, "f000") == bytes(len(box.files["f000"])) != box.files["f000"]
 
 
-async def test_fifty_readers_of_a_cold_layer_fetch_each_chunk_once(box: Box) -> None:
-    """All read everything at once, from a slow store, and nobody sees another byte than the source's."""
+@pytest.mark.parametrize("hand", ["hand", "no hand"])
+async def test_fifty_readers_of_a_cold_layer_fetch_each_chunk_once(box: Box, hand: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All read everything at once, from a slow store, and nobody sees another byte than the source's; with and without the C library."""
+    if hand == "no hand":
+        monkeypatch.setenv("DSEC_DISABLE", ",".join(filter(None, (os.environ.get("DSEC_DISABLE"), "hand"))))
     box.server.delay = 0.01
     fd = box.mount(await box.plan())
     names = list(box.files)
