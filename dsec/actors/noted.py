@@ -14,6 +14,8 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from dsec.errors import InvalidRequest
+
 _LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
 
 
@@ -69,10 +71,15 @@ def running(where: Path) -> list[Note]:
 
 
 def chosen(notes: list[Note], url: str, asked: bool) -> Note | None:
-    """The one that serves at ``url``; where nobody ``asked`` for that address, the only one that there is will do."""
+    """The one that serves at ``url``; where nobody ``asked`` for that address, the only one that there is will do. Raises `InvalidRequest`
+    where it cannot be told which one is meant."""
     if not asked and len(notes) == 1:
         return notes[0]
-    return next((note for note in notes if _address(note.url) == _address(url)), None)
+    found = next((note for note in notes if _address(note.url) == _address(url)), None)
+    if found is None and notes and not asked:
+        several = ", ".join(note.url for note in notes)
+        raise InvalidRequest("several `dsec up` run here", field="url", value=several, fix="give the --url of one of them, or --store")
+    return found
 
 
 def _address(url: str) -> tuple[str, int]:

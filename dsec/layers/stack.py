@@ -107,4 +107,4 @@ def close_matches(name: str, known: Iterable[str]) -> str:
     if choices:
         return "this node has " + ", ".join(choices[:8]) + (", …" if len(choices) > 8 else "")
     made = "make one with `dsec layer bootstrap debian` or `dsec layer import`"
-    return f"this node has no layers yet: {made}; a node with a --state-dir of its own wants `--store STATE_DIR/layers` there"
+    return f"this node has no layers yet: {made}; `--store DIR`, or the --url of the `dsec up` that is meant, names another store there"

@@ -126,9 +126,7 @@ def test_nothing_is_said_before_connect() -> None:
 def test_messages_go_on_as_they_are() -> None:
     """PUB, HPUB, SUB, UNSUB and PING reach the server; the server's PING is answered here, its INFO goes no further."""
     made = gate()
-    said = (
-        f"SUB {INBOX}.* 1\r\nPUB {MINE} {INBOX}.1 5\r\nhello\r\n{HEADED}PING\r\nUNSUB 1 5\r\n".encode()
-    )
+    said = f"SUB {INBOX}.* 1\r\nPUB {MINE} {INBOX}.1 5\r\nhello\r\n{HEADED}PING\r\nUNSUB 1 5\r\n".encode()
     made.client(said)
     assert bytes(made.up) == said
     made.up.clear()

@@ -13,6 +13,7 @@ from dsec import config
 from dsec.actors import noted
 from dsec.actors.noted import Note
 from dsec.commands import local
+from dsec.errors import InvalidRequest
 
 HERE = "nats://127.0.0.1:4222"
 
@@ -54,6 +55,9 @@ def test_which_one_is_meant() -> None:
     assert noted.chosen([other], HERE, asked=True) is None
     assert noted.chosen([other, usual], HERE, asked=False) is usual
     assert noted.chosen([], HERE, asked=False) is None
+    with pytest.raises(InvalidRequest, match="several") as caught:
+        noted.chosen([other, Note(3, "nats://127.0.0.1:5223", "c")], HERE, asked=False)
+    assert (caught.value.field, "--store" in caught.value.fix) == ("url", True)
 
 
 def test_commands_follow_the_up_that_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
