@@ -16,6 +16,7 @@ from pathlib import Path
 import msgspec
 
 import libdsec
+from dsec.bus.messages import ListReply, Selector
 from dsec.errors import DsecError, SandboxGone
 from dsec.model import SandboxId, SandboxSpec
 from tests.chaos import kills
@@ -220,6 +221,8 @@ class Campaign:
             if not wrong:
                 break
             await asyncio.sleep(0.5)
+        if wrong:
+            await self._explain(client)
         oracle.wrong += wrong
         if not oracle.wrong:
             self.say(f"          fine: {len(oracle.living)} live, {len(oracle.made)} made, {sum(oracle.counts.values())} calls")
@@ -271,6 +274,18 @@ class Campaign:
         strays = await asyncio.to_thread(self.boxes.kernel) - known
         wrong += [Wrong("state", f"{ulid}: not listed, and the kernel has something of it") for ulid in sorted(strays)]
         return wrong
+
+    async def _explain(self, client: libdsec.Client) -> None:
+        """What the cluster says of itself, for who looks for the reason."""
+        try:
+            view = await client.nodes()
+            replies, silent = await client._wire.everyone("list", Selector(), ListReply, timeout=10.0)
+        except DsecError as error:
+            self.say(f"no view: {error}")
+            return
+        self.say(f"nodes {[(node.edge, node.incarnation, view.ages_ms.get(node.edge)) for node in view.nodes]}, {view.watcher}")
+        self.say(f"expected {view.expected}, lost {view.lost}, silent {silent}")
+        self.say(f"lists {[(reply.edge, len(reply.sandboxes), reply.more) for reply in replies]}")
 
     async def _end(self, url: str, spec: SandboxSpec) -> None:
         """No more deaths: all can be stopped, a new one works, and nothing is left."""

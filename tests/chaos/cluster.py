@@ -21,6 +21,7 @@ from tests.chaos.kills import Kill, Points
 
 ULID = re.compile(r"[0-9A-HJKMNP-TV-Z]{26}")
 HEALTHY = "scheduler-2"  # never has an order to die: creates go on
+OVERDUE = 6.0  # seconds in which an actor must pass the point at which it is to die; else it is killed
 START_AGAIN = 0.05  # seconds between the death of an actor by an order of its own and its next start
 
 
@@ -75,7 +76,11 @@ class Boxes:
         """Start it again whenever it has died, with an order for its next death."""
         while True:
             if child.process is not None:
-                await child.process.wait()
+                try:
+                    mortal = child.name != HEALTHY and child.kind in self.points
+                    await asyncio.wait_for(child.process.wait(), OVERDUE if mortal else None)
+                except TimeoutError:  # nobody has led it past its point: another one's turn
+                    await child.kill()
             self._serving.discard(child.name)
             self._note(child)
             waiting = self._away.pop(child.name, None)
@@ -90,6 +95,9 @@ class Boxes:
             child.environment.pop(faults.VARIABLE, None)
             if armed and attempt < 8 and child.name != HEALTHY and child.kind in self.points:
                 order = self.points[child.kind].next(self._last.pop(child.name, ""))
+            else:
+                order = ""
+            if order:
                 child.environment[faults.VARIABLE] = f"{order} {self._file(child)}"
             try:
                 await child.start()

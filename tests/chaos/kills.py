@@ -85,9 +85,12 @@ class Points:
         return [name for name in self.names if not self.reached[name]]
 
     def next(self, last: str = "") -> str:
-        """The next order, NAME:N. ``last``: the point at which this actor has just died, "" when it died otherwise."""
+        """The next order, NAME:N; now and then none when all points were reached. ``last``: where this actor has just died, "" when it
+        died otherwise."""
         if last in AFTER and AFTER[last] in self.names:
             return f"{AFTER[last]}:1"
+        if not self.missing and self._dice.random() < 0.5:
+            return ""
         if not self._todo:
             first = [name for name in self.missing if name not in AFTER.values()]
             self._todo = first or [name for name in self.names if name not in AFTER.values()]

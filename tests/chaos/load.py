@@ -44,7 +44,7 @@ class Load:
         self._over = False
 
     async def __aenter__(self) -> Self:
-        workers = [self.steps, self.steps, self.lives, self.bursts, self.pauses, self.captures]
+        workers = [self.steps, self.steps, self.lives, self.bursts, self.pauses, self.pauses, self.captures, self.captures]
         for number, worker in enumerate(workers):
             resting = asyncio.Event()
             self._resting.append(resting)
