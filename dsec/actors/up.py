@@ -31,7 +31,7 @@ from dsec.actors import noted
 from dsec.bus.bus import loop_name
 from dsec.bus.server import NatsServer, tail
 from dsec.config import Config
-from dsec.errors import NodeError, Unsupported
+from dsec.errors import InvalidRequest, NodeError, Unsupported
 
 log = structlog.get_logger("dsec.up")
 _PR_SET_PDEATHSIG = 1
@@ -260,8 +260,11 @@ def _build_guest() -> None:
 async def up(config: Config, *, ready_file: str = "") -> int:
     """`dsec up`: the cluster until SIGTERM, Ctrl+C or the death of a child. Prints {"ready": "up", "url": …} when it serves.
 
-    Returns the process's exit code: 1 when a child died by itself.
+    Returns the process's exit code: 1 when a child died by itself. Raises `InvalidRequest` for replicas, which need other servers.
     """
+    if (replicas := config.bus.events_replicas) > 1:
+        fix = "use 1 here; in a cluster of nats-servers run `dsec serve` for each actor, with bus.url naming them all"
+        raise InvalidRequest("`dsec up` runs one nats-server", field="bus.events_replicas", value=replicas, fix=fix)
     over = asyncio.Event()
     loop = asyncio.get_running_loop()
     for signum in (signal.SIGTERM, signal.SIGINT):

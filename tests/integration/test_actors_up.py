@@ -15,7 +15,9 @@ import pytest
 import libdsec
 from dsec import config as configs
 from dsec.actors.up import Cluster
-from dsec.errors import NodeError
+from dsec.actors.up import up as run_up
+from dsec.config import BusConfig, Config
+from dsec.errors import InvalidRequest, NodeError
 from tests.integration.actors_box import SPEC
 
 _UP = """import sys
@@ -89,6 +91,14 @@ async def test_a_signal_ends_all_of_it_in_order(state_dir: Path, signum: int) ->
     assert up.process.returncode == 0
     assert errors == b""
     await _gone(up.children)
+
+
+async def test_one_server_has_no_replicas(state_dir: Path) -> None:
+    """Replicas are for a cluster of nats-servers: `dsec up`, which runs one, says so at once."""
+    with pytest.raises(InvalidRequest) as caught:
+        await run_up(Config(bus=BusConfig(events_replicas=3)))
+    assert caught.value.field == "bus.events_replicas"
+    assert not list(state_dir.iterdir())
 
 
 async def test_kill_9_takes_the_tree_along(state_dir: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -383,3 +384,27 @@ async def test_unusable_credentials_name_the_field(nats_server: NatsServer, cred
     with pytest.raises(errors.InvalidRequest) as caught:
         await Bus.connect(nats_server.url, creds=creds)
     assert caught.value.field == "creds"
+
+
+async def test_a_connection_that_takes_nothing_is_dropped_with_what_it_holds(nats_server: NatsServer) -> None:
+    """nats-server stands still and its connections stay open: three unanswered pings are enough, however much is still to be written. When
+    it goes on there is a new connection."""
+    assert nats_server.process is not None
+    async with Bus.connect(nats_server.url, ping_interval=0.2) as bus:
+        gone: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        def heard(what: str, _detail: str) -> None:
+            if what == "disconnected" and not gone.done():
+                gone.set_result(None)
+
+        bus.events.listeners.append(heard)
+        nats_server.process.send_signal(signal.SIGSTOP)
+        try:
+            for _ in range(256):  # more than the kernel's buffers take
+                bus.transport.post("t.flood", bytes(100_000))
+                await asyncio.sleep(0)
+            await asyncio.wait_for(gone, 20)
+        finally:
+            nats_server.process.send_signal(signal.SIGCONT)
+        await bus.transport.wait_connected(20)
+        await bus.flush()

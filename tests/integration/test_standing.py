@@ -84,7 +84,7 @@ async def test_no_lease_lapses_while_the_bus_is_mute(box: Box, nats_server: Nats
         assert nats_server.process is not None
         nats_server.process.send_signal(signal.SIGSTOP)
         try:
-            await asyncio.sleep(5)
+            await asyncio.sleep(3.5)
             assert len(edge.sandboxes) == 3
         finally:
             nats_server.process.send_signal(signal.SIGCONT)
