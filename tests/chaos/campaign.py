@@ -46,8 +46,8 @@ class Report(msgspec.Struct):
 class Job:
     """A client in a process of its own, and the sandbox that it works in; begun anew when it is done."""
 
-    def __init__(self, load: Load, oracle: Oracle, client: libdsec.Client) -> None:
-        self.load, self.oracle, self.client = load, oracle, client
+    def __init__(self, load: Load, oracle: Oracle, client: libdsec.Client, log: Path) -> None:
+        self.load, self.oracle, self.client, self.log = load, oracle, client, log
         self.sandbox: libdsec.Sandbox | None = None
         self.process: asyncio.subprocess.Process | None = None
         self.away = 0.0
@@ -84,7 +84,8 @@ class Job:
     async def _once(self, sandbox: libdsec.Sandbox) -> bool:
         """One life of the client; whether its work is over."""
         words = (sys.executable, "-m", "tests.chaos.job", self.load.url, sandbox.id, str(STEPS))
-        self.process = await asyncio.create_subprocess_exec(*words, stdout=asyncio.subprocess.PIPE)
+        with self.log.open("ab") as log:
+            self.process = await asyncio.create_subprocess_exec(*words, stdout=asyncio.subprocess.PIPE, stderr=log)
         try:
             assert self.process.stdout is not None
             async for line in self.process.stdout:
@@ -158,7 +159,7 @@ class Campaign:
             on_client_loss="keep", exec_timeout=60.0,
         )  # fmt: skip
         async with libdsec.connect(url, lease_ttl=5.0, connect_timeout=BOUND) as client, Load(url, self.oracle, self.seed, spec) as load:
-            job = Job(load, self.oracle, client)
+            job = Job(load, self.oracle, client, self.boxes.place / "job.log")
             running = asyncio.ensure_future(job.run())
             try:
                 while not self.oracle.wrong:

@@ -77,8 +77,7 @@ class Boxes:
         while True:
             if child.process is not None:
                 try:
-                    mortal = child.name != HEALTHY and child.kind in self.points
-                    await asyncio.wait_for(child.process.wait(), OVERDUE if mortal else None)
+                    await asyncio.wait_for(child.process.wait(), OVERDUE if self._mortal(child) else None)
                 except TimeoutError:  # nobody has led it past its point: another one's turn
                     await child.kill()
             self._serving.discard(child.name)
@@ -88,6 +87,12 @@ class Boxes:
                 await waiting
             await asyncio.sleep(START_AGAIN)
             await self.start(child, armed=True)
+
+    def _mortal(self, child: Child) -> bool:
+        """Whether it has an order to die, or one is waiting for it."""
+        return faults.VARIABLE in child.environment or (
+            child.name != HEALTHY and child.kind in self.points and bool(self.points[child.kind].missing)
+        )
 
     async def start(self, child: Child, *, armed: bool) -> None:
         """Until it serves. It may die on its way up, of its order or from outside: then again."""
@@ -103,7 +108,7 @@ class Boxes:
                 await child.start()
             except NodeError as error:
                 if not self._note(child):
-                    self.told(f"{child.name} did not start: {error}")
+                    self.told(f"{child.name} did not come up: {error}" if attempt > 4 else f"{child.name} did not come up")
                     await asyncio.sleep(0.3)
             else:
                 self._serving.add(child.name)

@@ -75,6 +75,7 @@ class Points:
 
     def __init__(self, seed: int, kind: str, *, container: bool) -> None:
         self._dice = random.Random(f"{seed} {kind}")
+        self._peace = 0.9 if kind == "scheduler" else 0.5  # creates that a Scheduler takes along wait for ten seconds
         names = [name for name in POINTS if (name in SCHEDULERS) == (kind == "scheduler") and (container or name not in CONTAINER)]
         self.names = tuple(names)
         self.reached: Counter[str] = Counter()
@@ -89,7 +90,7 @@ class Points:
         died otherwise."""
         if last in AFTER and AFTER[last] in self.names:
             return f"{AFTER[last]}:1"
-        if not self.missing and self._dice.random() < 0.5:
+        if not self.missing and self._dice.random() < self._peace:
             return ""
         if not self._todo:
             first = [name for name in self.missing if name not in AFTER.values()]
