@@ -249,7 +249,7 @@ class Way:
             async for chunk in self.link.output(self._door, (at, 0)):
                 told += chunk.data
                 while len(told) >= 16:
-                    task = asyncio.ensure_future(self._serve(told[:16].hex()))
+                    task = self.workers.edge.spawn(self._serve(told[:16].hex()))
                     told = told[16:]
                     serving.add(task)
                     task.add_done_callback(serving.discard)
@@ -337,7 +337,7 @@ class Line:
                 await self._tell()
                 if gate.over:
                     return
-                if pause := bucket.take(gate.messages - before, len(piece), time.monotonic()):
+                if pause := bucket.take(max(1, gate.messages - before), len(piece), time.monotonic()):
                     await asyncio.sleep(pause)
 
     async def _down(self) -> None:

@@ -20,6 +20,7 @@ from dsec.errors import Denied, DsecError, InvalidRequest
 LINE = 4096  # bytes of one line, as nats-server has it
 SUBSCRIPTIONS = 1_000  # of one connection
 CREATE = 900_000  # bytes of a create, which is looked into as a whole
+COSTLY = 4_096  # bytes of a create that count as a message
 REMEMBERED = 1_024  # subjects that need not be looked at again
 # What a message may bear: others mean something to nats-server (it would tell a trace of the message to whatever subject one names).
 HEADERS = (call.REQUEST_ID, call.DEADLINE, call.TRACE)
@@ -65,7 +66,7 @@ class Gate:
         self.up = bytearray()
         self.down = bytearray()
         self.over = ""
-        self.messages = 0  # that the client has sent
+        self.messages = 0  # that the client has sent, by what they cost
         self.refused = 0  # of them, that went nowhere
         self.connected = False  # it has said CONNECT
         self._publish, self._subscribe, self._create = grant.publish, grant.subscribe, grant.create
@@ -139,10 +140,10 @@ class Gate:
         except UnicodeDecodeError:
             self._end("Unknown Protocol Operation")
             return
+        self.messages += 1
         if not words:
             return
         what = words[0].upper()
-        self.messages += 1
         if what == "CONNECT":
             self._on_connect(line[8:])
         elif not self.connected:
@@ -166,7 +167,7 @@ class Gate:
         """The client's wishes, of which one counts; who it is, it has not to say."""
         try:
             wishes = json.loads(text)
-        except ValueError:
+        except (ValueError, RecursionError):
             wishes = None
         if self.connected or not isinstance(wishes, dict):
             self._end("Unknown Protocol Operation")
@@ -248,6 +249,7 @@ class Gate:
         subject, _, size = self._message
         if subject == self._create:
             self._held = bytearray()
+            self.messages += size // COSTLY
         else:
             self._pass = True
             self._publish_line(size)

@@ -75,6 +75,7 @@ def spec_options(function: Callable[..., Any]) -> Callable[..., Any]:
         click.option("--idle-timeout", default=1800.0, show_default=True, help="Seconds unused until --on-idle; 0 = never."),
         click.option("--on-idle", type=click.Choice(["pause", "stop"]), default="pause", show_default=True),
         click.option("--ttl", default=None, type=float, help="Seconds of life."),
+        click.option("--worker", is_flag=True, help="It may make and drive others, which end with it (docs/client.md)."),
         click.option("--best-effort", is_flag=True, help="Accept a node that cannot enforce all of it."),
         click.option("--ready-timeout", default=120.0, show_default=True, help="Seconds until it must be ready."),
     ]
@@ -110,6 +111,7 @@ def make_spec(image: str, given: dict[str, Any], **more: Any) -> SandboxSpec:
         on_idle=given["on_idle"],
         ttl=given["ttl"],
         best_effort=given["best_effort"],
+        worker=given["worker"],
         **more,
     )
 

@@ -10,7 +10,7 @@ import pytest
 import libdsec
 from dsec.actors.up import Cluster
 from libdsec import Client
-from tests.system.worker_box import CHILD, WORKER, client, cluster, driver, inside, raw, settled, until
+from tests.system.worker_box import CHILD, HEAD, WORKER, client, cluster, driver, inside, raw, settled, until
 
 __all__ = ["client", "cluster", "driver"]
 
@@ -262,6 +262,31 @@ print(n)
         await until(further)
         await worker.files.write("/tmp/enough", b"")
         assert int(await running) > before
+
+
+@pytest.mark.slow
+async def test_a_worker_that_speaks_with_the_bus_is_not_idle(client: Client, cluster: Cluster) -> None:
+    """However long nobody asks anything of it, it is not paused while it has a connection; once it has none it is."""
+    async with client.sandbox("small", idle_timeout=2, **WORKER) as worker:
+        program = """
+async def main():
+    async with libdsec.connect():
+        open("/tmp/connected", "w")
+        while not os.path.exists("/tmp/enough"):
+            await asyncio.sleep(0.1)
+asyncio.run(main())
+"""
+        async with worker.start(["python3", "-c", HEAD + program], stdin=False) as process:
+            process.detach()
+        await until(lambda: worker.files.exists("/tmp/connected"))
+        await asyncio.sleep(4)
+        assert [info.state for info in await client.list()] == ["running"]
+        await worker.files.write("/tmp/enough", b"")
+
+        async def paused() -> bool:
+            return [info.state for info in await client.list()] == ["paused"]
+
+        await until(paused)
 
 
 async def test_options() -> None:

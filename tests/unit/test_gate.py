@@ -264,6 +264,7 @@ def test_a_create_asks_for_no_more_than_the_job_may_have() -> None:
         b"INFO {}\r\n",
         b"MSG a 1 0\r\n\r\n",
         b"CONNECT [1]\r\n",
+        b"CONNECT " + b"[" * 4000 + b"\r\n",
         b"\x00\x01\x02\r\n",
     ],
 )
@@ -320,6 +321,17 @@ def test_a_bucket_lets_through_what_its_rate_allows() -> None:
     assert bucket.take(10, 0, 0.0) == pytest.approx(1.0)
     assert bucket.take(0, 0, 2.0) == 0.0
     assert bucket.take(0, 65_536 * 30, 4.0) == pytest.approx(0.0, abs=1.0)
+
+
+def test_what_costs_the_node_is_counted() -> None:
+    """Empty lines are messages, and a create, which is looked into, is as many as it is long."""
+    made = gate()
+    before = made.messages
+    made.client(b"\r\n" * 50)
+    assert made.messages == before + 50
+    body = codec.encode(request(SandboxSpec(image="i", env={"A": "x" * 100_000})))
+    made.client(f"PUB {GRANT.create} {len(body)}\r\n".encode() + body + b"\r\n")
+    assert made.messages > before + 70
 
 
 def test_whose_a_principal_is() -> None:

@@ -14,6 +14,7 @@ from dsec.backends.guest import wire
 from dsec.errors import Busy, Conflict, Denied, DsecError, InvalidRequest, NotFound, SandboxError, Unsupported
 from dsec.model import Captured, OpStatus, Stat
 
+SMALL_PIECES = 1_024  # that wait to be handed on, before they are made fewer
 MERGED = 128 * 1024  # bytes of neighbouring pieces of output that are handed on as one
 
 FIXES = {"user": "name a user of the image, or a number", "cwd": "name a directory that is there and that the user may enter"}
@@ -64,10 +65,11 @@ class Result:
 class Reader:
     """What `output` holds: chunks that arrived, and whoever waits for the next."""
 
-    __slots__ = ("chunks", "ended", "error", "lost", "waiter")
+    __slots__ = ("chunks", "ended", "error", "lost", "most", "waiter")
 
     def __init__(self) -> None:
         self.chunks: deque[Chunk] = deque()
+        self.most = SMALL_PIECES
         self.waiter: asyncio.Future[None] | None = None
         self.ended = self.lost = False
         self.error: wire.Error | None = None
@@ -86,10 +88,16 @@ class Reader:
             self.chunks.popleft()
         return chunk if len(parts) == 1 else Chunk(chunk.stream, chunk.offset, b"".join(parts))
 
+    def _taken(self) -> Chunk | None:
+        return self.take() if self.chunks else None
+
     def feed(self, kind: int, value: object) -> bool:
         last = True
         if isinstance(value, Chunk):
             self.chunks.append(value)
+            if len(self.chunks) > self.most:  # credit counts bytes: a million of one byte each would take a hundred times their memory
+                self.chunks = deque(iter(self._taken, None))
+                self.most = max(SMALL_PIECES, 2 * len(self.chunks))
             last = False
         elif kind == wire.Type.END:
             self.ended = True
