@@ -91,6 +91,8 @@ def connect(
         "password": password,
         "tls_ca": tls_ca,
         "connect_timeout": connect_timeout,
+        # A dead connection is noticed, and the lease renewed on another, before it lapses.
+        "ping_interval": min(10.0, max(0.5, ttl / 6000)),
         "inbox": inbox(principal) if OF_JOB in principal else "",  # a job hears nothing else
     }
     wire = Wire(chosen, options, unit, Caller(principal, path))

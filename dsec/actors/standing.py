@@ -142,5 +142,7 @@ class Standing:
         edge = self._edge
         log.error("edge.fenced", edge=edge.name, incarnation=edge.store.incarnation, sandboxes=len(edge.sandboxes))
         self.turn += 1
+        while edge.adopting:  # noqa: ASYNC110 - once a start; all that is to end must be there first
+            await asyncio.sleep(0.05)
         while edge.sandboxes:
             await edge.stop_all(LOST)
