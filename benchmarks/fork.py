@@ -13,16 +13,31 @@ ABOUT = "a sandbox with changed files forked into N: capture, and until each chi
 KEYS = ("n", "kind", "seconds", "p50_ms")
 DEFAULTS = {"n": 64, "kind": "disk", "mb": 32, "rounds": 3}
 FILL = "mkdir -p /srv/work && for i in $(seq 32); do head -c {size} /dev/urandom >/srv/work/$i; done; cat /srv/work/* | sha256sum"
+# A process that holds as much in its memory, and says on demand what that is.
+HOLDER = """
+mkdir -p /srv; x=$(head -c {size} /dev/urandom | base64); mkfifo /srv/ask
+printf %s "$x" | sha256sum >/srv/held; echo ready
+while read -r word </srv/ask; do printf %s "$x" | sha256sum >/srv/told; done
+"""
+ASK = "echo word >/srv/ask; until cmp -s /srv/held /srv/told; do sleep 0.01; done; cat /srv/work/* | sha256sum"
 LIMITS: libdsec.Options = {"memory": 64 * harness.MIB, "pids": 32, "cpus": 1}
 
 
-async def reads(child: libdsec.Sandbox, want: str, gate: asyncio.Semaphore) -> float:
-    """Seconds in which a child reads all that its parent wrote. Raises `WrongAnswer` when it is something else."""
+async def reads(child: libdsec.Sandbox, want: str, command: str, gate: asyncio.Semaphore) -> float:
+    """Seconds in which a child reads all that its parent wrote, and its process what it holds. Raises `WrongAnswer`."""
     async with gate:
         begun = time.perf_counter()
-        if (await child.exec("cat /srv/work/* | sha256sum", timeout=300)).stdout.text != want:
+        if (await child.exec(command, timeout=60)).stdout.text != want:
             raise harness.WrongAnswer("a child reads something else than its parent wrote")
         return time.perf_counter() - begun
+
+
+async def hold(sandbox: libdsec.Sandbox, mb: int) -> None:
+    """Until a process in there holds about ``mb`` megabytes."""
+    async with sandbox.start(HOLDER.format(size=mb * 750_000)) as process:
+        async for _ in process:
+            break
+        process.detach()
 
 
 async def run(options: Namespace) -> dict[str, object]:
@@ -31,8 +46,13 @@ async def run(options: Namespace) -> dict[str, object]:
     frozen: list[float] = []
     first: list[float] = []
     gate = asyncio.Semaphore(4)
-    async with harness.session(options) as session, session.client.sandbox(session.image, disk=space, **LIMITS) as sandbox:
+    memory = options.kind == "memory"
+    limits: libdsec.Options = {**LIMITS, "memory": (64 + 6 * options.mb * memory) * harness.MIB}
+    check = ASK if memory else "cat /srv/work/* | sha256sum"
+    async with harness.session(options) as session, session.client.sandbox(session.image, disk=space, **limits) as sandbox:
         features = await harness.features(session, sandbox)
+        if memory:
+            await hold(sandbox, options.mb)
         for number in range(options.rounds):
             filled = await sandbox.exec(FILL.format(size=options.mb * 1_000_000 // 32), timeout=600, check=True)
             began = time.perf_counter()
@@ -40,7 +60,7 @@ async def run(options: Namespace) -> dict[str, object]:
                 totals.append(time.perf_counter() - began)
                 frozen.append(children.checkpoint.frozen_ms)
 
-                first += await asyncio.gather(*(reads(child, filled.stdout.text, gate) for child in children))
+                first += await asyncio.gather(*(reads(child, filled.stdout.text, check, gate) for child in children))
             await sandbox.exec(f"echo {number} >/srv/round", check=True)
         # One child at a time: from the call to a sandbox that answers, capture included.
         single: list[float] = []

@@ -15,6 +15,7 @@ import socket
 import threading
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
@@ -25,6 +26,7 @@ from dsec.backends.guest import wire
 from dsec.errors import DsecError, NodeError, Unsupported
 from dsec.layers import tools
 
+T = TypeVar("T")
 PATIENCE = 5.0  # seconds for the agent's answer
 TIMEOUT = 300.0  # seconds for CRIU
 TRIES = 40  # to catch a sandbox in which nobody is in the middle of a vfork: less than a second of it running on
@@ -103,6 +105,9 @@ class Capture:
 
     # ------------------------------------------------------------------ in threads
     def _prepare(self) -> None:
+        if in_namespace_of(self.init, "ipc", syscalls.CLONE_NEWIPC, _objects):
+            text = "its processes cannot be kept: it has System V shared memory, semaphores or message queues"
+            raise Unsupported(text, sandbox=self.sandbox, reason="snapshot", fix="remove them (ipcrm)")
         os.makedirs(self.place, mode=0o700)
         try:
             self._listener = move_house(self.init, self.subject.socket_path, self.subject.generation)
@@ -172,28 +177,33 @@ def _discard(place: str) -> None:
         trees.remove(place)
 
 
-def _in_network_of(pid: int, work: Callable[[], socket.socket]) -> socket.socket:
-    """What ``work`` makes in the network namespace of ``pid``; in a thread that ends, so that no other work of ours is ever in there."""
-    made: list[socket.socket] = []
+def in_namespace_of(pid: int, name: str, kind: int, work: Callable[[], T]) -> T:
+    """What ``work`` answers in a namespace of ``pid``; in a thread that ends, so that no other work of ours is ever in there."""
+    made: list[T] = []
     failed: list[OSError] = []
 
     def inside() -> None:
         try:
-            fd = os.open(f"/proc/{pid}/ns/net", os.O_RDONLY | os.O_CLOEXEC)
+            fd = os.open(f"/proc/{pid}/ns/{name}", os.O_RDONLY | os.O_CLOEXEC)
             try:
-                syscalls.setns(fd, syscalls.CLONE_NEWNET)
+                syscalls.setns(fd, kind)
             finally:
                 os.close(fd)
             made.append(work())
         except OSError as error:
             failed.append(error)
 
-    thread = threading.Thread(target=inside, name="dsec-netns")
+    thread = threading.Thread(target=inside, name=f"dsec-{name}")
     thread.start()
     thread.join()
     if failed:
         raise failed[0]
     return made[0]
+
+
+def _objects() -> bool:
+    """Whether this namespace has any object of System V; each table begins with a line of titles."""
+    return any(len(Path(f"/proc/sysvipc/{kind}").read_text().splitlines()) > 1 for kind in ("shm", "sem", "msg"))
 
 
 def _next(path: str) -> str:
@@ -227,7 +237,10 @@ def move_house(init: int, path: str, generation: int) -> int:
         return made
 
     try:
-        with _in_network_of(init, listen) as listener, socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as call:
+        with (
+            in_namespace_of(init, "net", syscalls.CLONE_NEWNET, listen) as listener,
+            socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as call,
+        ):
             call.settimeout(PATIENCE)
             call.connect(path)
             call.sendall(wire.frame(wire.Type.HELLO, 0, wire.hello(generation)))

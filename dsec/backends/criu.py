@@ -84,10 +84,7 @@ def kernel_trouble(path: str) -> str:
 
 
 def dump_command(path: str, init: int, place: str, freezer: str, upper: str, outside: Mapping[str, str]) -> list[str]:
-    """Dump the tree below ``init`` into ``place``. Its freezer stands still before and after, and everything lives on.
-
-    Unprivileged is what CRIU calls an id that is not 0: it has all capabilities, and is the owner of the user namespace, who alone may ask
-    for the limits of processes in it where the node's root lacks CAP_SYS_RESOURCE."""
+    """Dump the tree below ``init`` into ``place``. Its freezer stands still before and after, and everything lives on."""
     argv = [path, "dump", "--unprivileged", "--tree", str(init), "--images-dir", place, "--log-file", DUMP_LOG, "-v1", "--leave-running"]
     argv += ["--freeze-cgroup", freezer, "--manage-cgroups=ignore", "--empty-ns", "net", "--external", upper]
     argv += ["--ghost-limit", str(64 << 20), "--file-locks", "--link-remap", "--skip-in-flight"]
@@ -165,11 +162,12 @@ def with_ids(image: bytes, base: int, count: int) -> bytes:
 _WORDS: tuple[tuple[str, str, str], ...] = (
     ("Connected TCP socket", "a process holds an open TCP connection", "close it"),
     ("External socket is used", "a process is connected to a socket outside of the sandbox", "close it"),
-    ("unsupported inet socket", "a process holds a kind of socket that CRIU cannot keep", "close it"),
-    ("io_uring", "a process uses io_uring", ""),
+    ("fsnotify", "a process watches files (inotify)", "end it, or let it look from time to time"),
+    ("io_uring", "a process uses io_uring", "end it"),
     ("Can't dump ghost file", "a process holds a large file open that is deleted", "close it, or keep the file's name"),
     ("is traced", "a process is traced by another one", "end strace or the debugger"),
     ("nested", "a process has made namespaces of its own", "end what unshare, bwrap or a browser's sandbox started"),
+    ("unsupported", "a process holds a kind of descriptor that CRIU cannot keep", "close it"),
     ("No space left on device", "the node's disk is full", ""),
 )
 

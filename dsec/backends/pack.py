@@ -55,7 +55,8 @@ async def pack_upper(
     """See `Instance.pack_diff`. ``find_init`` answers the pid of the sandbox's init by its cgroup, 0 when it has ended (blocking).
     ``still`` is done first while it stands still."""
     check_name(order.name)
-    scrub = diff.compile_globs((*order.scrub, *(diff.OWN if order.whole else diff.SCRUB)))
+    common = diff.OWN_BUT_SHARED if order.processes else diff.OWN if order.whole else diff.SCRUB
+    scrub = diff.compile_globs((*order.scrub, *common))
     plan = instance.plan
     ids = (plan.idmap.base, plan.idmap.count) if plan.idmap is not None else (0, 0)
     limits = diff.Limits(entries=order.max_entries, bytes=order.max_bytes)

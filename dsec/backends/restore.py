@@ -16,6 +16,7 @@ import msgspec
 from dsec import trees
 from dsec.backends import criu
 from dsec.backends.base import LaunchPlan
+from dsec.backends.capture import Tools
 from dsec.backends.driver import LAUNCH_TIMEOUT, Place, Site, launch_env, launcher_options
 from dsec.backends.network import TOP
 from dsec.errors import NodeError
@@ -24,22 +25,22 @@ OWN = "processes"  # in a sandbox's directory: the images as it sees them
 
 
 class RestoreDriver:
-    """Implements `dsec.backends.driver.Driver` for plans with ``processes``. ``program``: path and version of CRIU."""
+    """Implements `dsec.backends.driver.Driver` for plans with ``processes``. ``programs``: CRIU and what helps it."""
 
     name = "criu"
     keep = ""
     makes_place = False
 
-    def __init__(self, site: Site, program: tuple[str, str]) -> None:
+    def __init__(self, site: Site, programs: Tools) -> None:
         self.site = site
-        self.program = program
+        self.programs = programs
 
     def make(self, plan: LaunchPlan) -> None:
         """The images as links, with those that are its own as files."""
         place, own = Path(plan.processes), Path(plan.state_dir, OWN)
         image = self._image(plan)
-        if image.version.split(".")[0] != self.program[1].split(".")[0]:
-            text = f"its processes were kept by criu {image.version}, and this node has {self.program[1]} now"
+        if image.version.split(".")[0] != self.programs.version.split(".")[0]:
+            text = f"its processes were kept by criu {image.version}, and this node has {self.programs.version} now"
             raise NodeError(text, sandbox=plan.id, reason="snapshot", retryable=False)
         for name, size in image.sizes.items():
             if (found := self._size(place / name)) != size:
@@ -73,7 +74,7 @@ class RestoreDriver:
         image = await asyncio.to_thread(self._image, plan)
         site = self.site
         argv = [*launcher_options(site, plan, place.groups.joins), "-c", plan.hostname, "--"]
-        argv += criu.restore_command(self.program[0], image, f"{box}/{OWN}", box, site.root, f"{site.prefix}0", site.launcher)
+        argv += criu.restore_command(self.programs.criu, image, f"{box}/{OWN}", box, site.root, f"{site.prefix}0", site.launcher)
         started = site.holder.request(
             "launch",
             fds=(place.listener.fileno(),),
@@ -81,7 +82,7 @@ class RestoreDriver:
             lowers=[layer.digest for layer in plan.lowers],
             top=f"{box}/{TOP}" if site.network.as_layer(plan) else "",
             argv=argv,
-            env=launch_env(),
+            env=launch_env() | {"LD_PRELOAD": self.programs.shim},
             pidfile=f"{box}/pid",
         )
         try:

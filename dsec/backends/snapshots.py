@@ -47,7 +47,7 @@ class Snapshots:
         self.missing = criu.kernel_trouble(path)
         if not self.missing:
             self._tools = Tools(criu=path, version=version, launcher=self._site.launcher, shim=shim)
-            self._restorer = RestoreDriver(self._site, (path, version))
+            self._restorer = RestoreDriver(self._site, self._tools)
 
     def driver(self, plan: LaunchPlan, usual: Driver) -> Driver:
         """What starts this plan. Raises `Unsupported`."""

@@ -24,6 +24,8 @@ from dsec.layers.erofs_write import Node, Writer
 
 # What belongs to a run and not to its result. Mount points of the sandbox, and what the agent's own layer covers.
 OWN = ("/dev", "/proc", "/sys", "/.dsec")  # where the node mounts
+# The same, without what processes share there: they go on with it.
+OWN_BUT_SHARED = ("/dev/[!s]*", "/dev/s", "/dev/s[!h]*", "/dev/sh", "/dev/sh[!m]*", "/dev/shm?*", "/proc", "/sys", "/.dsec")
 SCRUB = ("/tmp/*", "/var/tmp/*", "/run/*", "/dev", "/proc", "/sys", "/.dsec", "/var/lib/apt/lists/*_*", "/var/cache/apt/archives/*.deb")
 # Of the overlay's attributes these say what the layer does to others; the rest (origin, impure, nlink, uuid …) is about this very mount.
 _KEPT = frozenset({"opaque", "redirect", "whiteout", "whiteouts"})

@@ -125,6 +125,94 @@ async def test_every_kind_of_writable_layer(yard: Yard, backend: Any, mode: str)
     await box.stop()
 
 
+# What a process may hold. Each is a program that ends with counting, in a file of its own.
+HELD = {
+    "threads": "import threading; [threading.Thread(target=time.sleep, args=(999,), daemon=True).start() for _ in range(5)]",
+    "sockets": "import socket; pair = socket.socketpair(); one = socket.socket(socket.AF_UNIX); one.bind('/tmp/u'); one.listen();"
+    "two = socket.socket(socket.AF_UNIX); two.connect('/tmp/u'); three = one.accept(); udp = socket.socket(type=socket.SOCK_DGRAM);"
+    "udp.bind(('127.0.0.1', 0)); tcp = socket.create_server(('127.0.0.1', 0))",
+    "files": "import os, fcntl; gone = open('/root/gone', 'w'); gone.write('x' * 9999); gone.flush(); os.unlink('/root/gone');"
+    "locked = open('/root/locked', 'w'); fcntl.flock(locked, fcntl.LOCK_EX); os.mkdir('/root/d'); os.chdir('/root/d'); os.rmdir('/root/d')",
+    "memory": "import os, mmap, multiprocessing.shared_memory as shared; kept = shared.SharedMemory(create=True, size=1 << 20);"
+    "file = os.memfd_create('m'); os.truncate(file, 1 << 20); view = mmap.mmap(file, 1 << 20)",
+    "another": "import os; os.setgid(1000); os.setuid(1000)",
+    "children": "import subprocess; child = subprocess.Popen(['sleep', '999'], stdout=subprocess.PIPE)",
+    "clocks": "import select, signal; signal.signal(signal.SIGALRM, lambda *_: None); signal.setitimer(signal.ITIMER_REAL, 0.05, 0.05);"
+    "poll = select.epoll()",
+    "terminal": "import os; assert os.isatty(0)",
+}
+COUNTING = """
+import time
+{held}
+turn = 0
+while True:
+    turn += 1
+    with open("/tmp/{name}", "w") as file:
+        file.write(str(turn))
+    time.sleep(0.05)
+"""
+
+
+async def test_what_processes_hold_goes_on(yard: Yard, backend: Any) -> None:
+    """Threads, sockets, files that are gone or locked, shared memory, another user's processes, children, timers, a terminal: each is
+    there in the child as it was, and its process counts on."""
+    box = await backend.launch(yard.plan(backend.node, resources=msgspec.structs.replace(ROOMY, memory=384 * MIB, pids=128)))
+    for number, (name, held) in enumerate(HELD.items()):
+        program = COUNTING.format(held=held, name=name)
+        tty = name == "terminal"
+        spec = ExecSpec(argv=("python3", "-c", program), background=not tty, tty=tty, stdin=tty)
+        await box.link.start(f"{number:032x}", spec)
+
+    async def counts(where: Instance) -> dict[str, int]:
+        found = {}
+        for name in HELD:
+            _, out, _ = await sh(where, f"cat /tmp/{name}")
+            found[name] = int(out or 0)
+        return found
+
+    async def all_go_on(where: Instance) -> None:
+        begun = await counts(where)
+        async with asyncio.timeout(60):
+            while True:
+                now = await counts(where)
+                if still := [name for name in HELD if now[name] in (0, begun[name])]:
+                    ended = [op for op in await where.link.ops() if not op.running and int(op.op, 16) < len(HELD)]
+                    assert not ended, (still, [await where.link.wait(op.op, 5) for op in ended])
+                    await asyncio.sleep(0.05)
+                    continue
+                return
+
+    await all_go_on(box)
+    layer = await captured(backend, box)
+    plan = standing_on(yard, backend, layer, box.plan)
+    child = await backend.launch(msgspec.structs.replace(plan, resources=box.plan.resources))
+    await all_go_on(child)
+    await child.stop()
+    await all_go_on(box)
+    await box.stop()
+
+
+@pytest.mark.parametrize(
+    ("held", "says"),
+    [
+        ("import socket; l = socket.create_server(('127.0.0.1', 0)); c = socket.create_connection(l.getsockname())", "TCP connection"),
+        ("import ctypes; assert ctypes.CDLL(None).shmget(7, 65536, 0o1600) >= 0", "System V"),
+        ("import ctypes; l = ctypes.CDLL(None); assert l.inotify_add_watch(l.inotify_init(), b'/root', 2) >= 0", "inotify"),
+    ],
+)
+async def test_what_cannot_be_kept_is_said(backend: Any, box: Any, held: str, says: str) -> None:
+    """A typed refusal with the reason; the sandbox goes on as if nobody had asked."""
+    await box.link.start("6" * 32, ExecSpec(argv=("python3", "-c", COUNTING.format(held=held, name="held")), background=True))
+    async with asyncio.timeout(30):
+        while (await sh(box, "cat /tmp/held"))[0]:  # noqa: ASYNC110 - a process inside tells nobody
+            await asyncio.sleep(0.05)
+    with pytest.raises(Unsupported) as caught:
+        await captured(backend, box)
+    assert (caught.value.reason, says in caught.value.message) == ("snapshot", True)
+    assert backend.snapshots.names() == frozenset()
+    await goes_on(box)
+
+
 async def test_a_restore_that_fails_leaves_nothing(yard: Yard, backend: Any, box: Any, leftovers: Any) -> None:
     """Images that are damaged: a typed error for each child, and nothing of it stays."""
     await goes_on(box)

@@ -1,4 +1,7 @@
-/* Loaded into `criu dump` and into nothing else: two answers of the kernel that CRIU 4.1 takes for the end of a dump.
+/* Loaded into CRIU and into nothing else: three answers that CRIU 4.1 cannot do with.
+ *
+ * It runs with the id that owns a sandbox's user namespace, and with all capabilities (launcher/confine.c). To CRIU everything but 0 is
+ * somebody without capabilities: it would not dare to give a restored process other ids than root's.
  *
  * CRIU asks whether every namespace of a tree belongs to the tree's user namespace, for it restores them as the user namespace's own. Our
  * launcher makes the mount namespace outside of it, so that root inside governs no mount; a restored one belongs to it (docs/memory.md). So the
@@ -17,6 +20,9 @@ enum { NOT_SUPPORTED = 95, NEW_USERS = 0x10000000, OF_SOCKETS = 1, PASS_CREDENTI
 /* Of whatever C library CRIU has. */
 long syscall(long number, ...);
 int *__errno_location(void);
+
+unsigned getuid(void) { return 0; }
+unsigned geteuid(void) { return 0; } /* the same: libnftables ends at once where they differ */
 
 static int asks;
 
