@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import secrets
 import tempfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest_asyncio
 
@@ -21,18 +23,25 @@ from tests.fixtures_backend import build_small_base
 SMALL: libdsec.Options = {"memory": "96MiB", "disk": "64MiB", "cpus": 0.5, "pids": 64}
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def cluster() -> AsyncIterator[Cluster]:
-    """One Edge with the container backend and a base of this machine's programs."""
+@asynccontextmanager
+async def running(*, edge: Mapping[str, Any] | None = None, container: Mapping[str, Any] | None = None) -> AsyncIterator[Cluster]:
+    """One Edge with the container backend and a base of this machine's programs, with more of its configuration."""
     place = Path(tempfile.mkdtemp(prefix="dsec-t-", dir="/tmp"))
     try:
         await asyncio.to_thread(build_small_base, place / "base")
-        cluster = Cluster(place / "up", edges=(f"t{secrets.token_hex(4)}",), overrides={"edge": {"sweep_ms": 200}})
+        overrides = {"edge": {"sweep_ms": 200, **(edge or {})}, "container": container or {}}
+        cluster = Cluster(place / "up", edges=(f"t{secrets.token_hex(4)}",), overrides=overrides)
         await import_dir(LayerStore(cluster.layer_store), place / "base", "small")
         async with cluster:
             yield cluster
     finally:
         await asyncio.to_thread(clear, place)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def cluster() -> AsyncIterator[Cluster]:
+    async with running() as cluster:
+        yield cluster
 
 
 @pytest_asyncio.fixture(loop_scope="module")
