@@ -25,7 +25,7 @@ from dsec.backends.base import GuestLink, LaunchPlan
 from dsec.bus import subjects
 from dsec.bus.gate import Bucket
 from dsec.bus.grants import LABEL, Grant
-from dsec.bus.messages import Empty, EndsWith, LivesReply, LivesRequest
+from dsec.bus.messages import ClusterView, Empty, EndsWith, LivesReply, LivesRequest
 from dsec.bus.signing import Signer
 from dsec.bus.subjects import Caller
 from dsec.bus.upstream import Upstream
@@ -190,10 +190,11 @@ class Workers:
             else:
                 gone = (await edge.bus.call(subjects.edge(edge.bus.unit, name, "lives"), request, LivesReply, timeout=2.0)).gone
         except (Unavailable, DeadlineExceeded):
-            # Its sandboxes run on without it, until its holder ends them: by then so do these.
+            # Its sandboxes run on without it, until its holder ends them: by then so do these, or when its node is declared lost.
             since = self._silent.setdefault(name, time.monotonic())
             grace = edge.config.orphan_grace_ms / 1e3
-            gone = tuple(ids) if grace and time.monotonic() - since > grace and edge.bus.connected else ()
+            late = bool(grace) and time.monotonic() - since > grace and edge.bus.connected
+            gone = tuple(ids) if late or await self._is_lost(name) else ()
         except DsecError as error:
             log.warning("workers.not_asked", edge=name, error=str(error))
             return
@@ -201,6 +202,13 @@ class Workers:
             self._silent.pop(name, None)
         for worker in gone:
             self.end(EndsWith(worker=worker))
+
+    async def _is_lost(self, name: str) -> bool:
+        bus = self.edge.bus
+        with contextlib.suppress(DsecError):  # without a Watcher nobody says so
+            subject = subjects.api(bus.unit, "view", Caller("edge", "default"))
+            return name in (await bus.call(subject, Empty(), ClusterView, timeout=2.0)).lost
+        return False
 
 
 class Way:
@@ -237,6 +245,8 @@ class Way:
                 return
             except DsecError as error:
                 log.warning("workers.way_broke", sandbox=self.sandbox.id, error=str(error))
+            except Exception as error:  # a fault of ours: the worker need not stay without a way for it
+                log.error("workers.way_failed", sandbox=self.sandbox.id, error=repr(error), exc_info=error)
             await self.awake()
             await asyncio.sleep(pause)
             pause = min(longest, pause * 2)

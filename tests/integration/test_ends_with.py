@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+import pytest
+
 import libdsec
 from dsec.actors.up import Cluster
 from dsec.model import SandboxId
@@ -35,6 +37,27 @@ async def test_an_edge_asks_for_the_end_that_it_did_not_hear(state_dir: Path) ->
         other = [sandbox for sandbox in bound[second.id] if sandbox._id.edge != home]
         for sandbox in other:
             assert await sandbox.is_running()
+
+
+@pytest.mark.slow
+async def test_what_is_bound_to_a_lost_node_ends(state_dir: Path) -> None:
+    """Once the Watcher has declared the node of the other one lost."""
+    overrides = {"edge": {"sweep_ms": 100}, "watcher": {"lost_after_ms": 2000, "vanish_share": 1.0}}
+    async with (
+        Cluster(state_dir, backends=("fake",), edges=("n1", "n2"), overrides=overrides) as cluster,
+        libdsec.connect(cluster.url) as dsec,
+    ):
+        host = await dsec.create("image", **FAKE)
+        await eventually(lambda: _nodes(dsec, 2))
+        bound = await _bound(dsec, host)
+        home = SandboxId.parse(host.id).edge
+        await cluster.edges[home].kill()
+        other = [sandbox for sandbox in bound if sandbox._id.edge != home]
+
+        async def over() -> bool:
+            return not any([await sandbox.is_running() for sandbox in other])
+
+        await eventually(over, timeout=40)
 
 
 async def _left(dsec: libdsec.Client, count: int) -> bool:

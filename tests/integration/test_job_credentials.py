@@ -19,7 +19,7 @@ from dsec.bus.server import NatsServer
 from dsec.bus.signing import Signer
 from dsec.bus.subjects import Caller
 from dsec.bus.upstream import Upstream
-from dsec.errors import Denied, InvalidRequest, NotFound
+from dsec.errors import Denied, InvalidRequest, NotFound, Unsupported
 from libdsec import Client
 from tests.integration.client_box import FAKE, eventually
 from tests.integration.test_bus_creds import Authority, key
@@ -258,3 +258,10 @@ async def test_a_job_takes_no_lease_of_anothers(dsec: Client, inside: Client, fa
         await thief._leases.close()
         await asyncio.sleep(0.5)
         assert (await sandbox.exec("echo held")).stdout == b"held\n"
+
+
+async def test_a_backend_without_workers_says_so(dsec: Client) -> None:
+    """Where the agent cannot listen for the node the create is refused, with the field."""
+    with pytest.raises(Unsupported) as caught:
+        await dsec.create("image", worker=True, timeout=20, **FAKE)
+    assert caught.value.field == "worker"

@@ -296,3 +296,19 @@ async def test_options() -> None:
     for bad in ("yes", libdsec.Worker(networks=("pypi",)), libdsec.Worker(on_end="restart"), libdsec.Worker(project="a//b")):
         with pytest.raises(libdsec.InvalidRequest):
             libdsec.spec("small", worker=bad)  # type: ignore[typeddict-item]
+
+
+async def test_a_job_is_below_its_makers_project(client: Client, cluster: Cluster) -> None:
+    """A worker's sandboxes are in its project or in one below it, and in no other."""
+    for outside in ("another", "defaulted", "default2/x"):
+        with pytest.raises(libdsec.Denied):
+            await client.create("small", **{**WORKER, "worker": libdsec.Worker(project=outside)})
+    async with client.sandbox("small", **{**WORKER, "worker": libdsec.Worker(project="default/below")}) as worker:
+        await inside(worker, 'await dsec.create("small", **CHILD)')
+        assert {info.project for info in await client.list(below=True)} == {"default", "default/below"}
+        assert [info.project for info in await client.list()] == ["default"]
+
+    async def over() -> bool:
+        return not await client.list(below=True)
+
+    await until(over)
