@@ -300,7 +300,7 @@ class ExecSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     head: int = 64 * 1024  # bytes kept of the beginning of each stream
     tail: int = 256 * 1024  # and of its end
     stream: bool = False  # a reader will follow: back-pressure instead of dropping while it holds the stream
-    service: bool = False  # argv names a service of the guest itself (dsec:connect, dsec:pack, dsec:unpack, dsec:watch), not a program
+    service: bool = False  # argv names a service of the guest itself (dsec:connect, listen, pack, unpack, watch), not a program
     session: bool = False  # a shell that is kept: runs go into it
     run_in: str = ""  # the op of a session: argv[0] is a text for its shell; cwd, env and user are the session's
 

@@ -76,8 +76,9 @@ class Checkpoints:
         Raises `Unsupported`, `SandboxGone`, `Busy`, `InvalidRequest`, `NodeError` (the sandbox is as before, and nothing was made)."""
         sid = str(SandboxId.parse(f"{self.edge.name}-{request.ulid}"))
         able = sandbox.backend.capabilities
-        if request.kind == "memory" and not able.snapshot:
-            why = able.missing.get("snapshot", "this backend cannot")
+        worker = sandbox.record.spec.worker is not None
+        if request.kind == "memory" and (worker or not able.snapshot):
+            why = "those of a worker speak for its job" if worker else able.missing.get("snapshot", "this backend cannot")
             raise Unsupported(
                 f"its node cannot keep processes: {why}",
                 field="kind",

@@ -298,6 +298,18 @@ async def test_options() -> None:
             libdsec.spec("small", worker=bad)  # type: ignore[typeddict-item]
 
 
+async def test_what_begins_from_a_worker_is_another_one(client: Client, cluster: Cluster) -> None:
+    """A fork of its files has a job of its own; its processes, which speak for its job, are not forked."""
+    async with client.sandbox("small", **WORKER) as worker:
+        with pytest.raises(libdsec.Unsupported, match="speak for its job"):
+            await worker.checkpoint(kind="memory")
+        async with await worker.fork(1) as (fork,):
+            said = json.loads(
+                await inside(fork, 'async with dsec.sandbox("small", **CHILD) as made:\n    print(json.dumps((await made.info()).labels))')
+            )
+            assert said == (await fork.info()).labels == {"dsec.job": fork.id}
+
+
 async def test_a_job_is_below_its_makers_project(client: Client, cluster: Cluster) -> None:
     """A worker's sandboxes are in its project or in one below it, and in no other."""
     for outside in ("another", "defaulted", "default2/x"):

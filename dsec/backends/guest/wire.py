@@ -30,7 +30,8 @@ reader holds the streams (the command waits for it); the others and those with `
 | OK | <- | empty: done (SIGNAL, RESIZE, STOP, LISTEN) |
 | OPS | both | ->: empty; <-: u32 n, n x status |
 | | | START with SERVICE: argv[0] names a service of the guest's own (``dsec:connect tcp PORT``, ``dsec:connect unix PATH``, ``dsec:pack``,
-``dsec:unpack``, ``dsec:watch``); stdin, output, credit and signals are as a command's. One whose reader stays away for 10 s is ended |
+``dsec:unpack``, ``dsec:watch``); stdin, output, credit and signals are as a command's. One whose reader stays away for 10 s is ended.
+``dsec:listen tcp PORT`` listens on the loopback until it is signalled; its output is the ids of the operations that connections become |
 | FILE | -> | u8 verb, u8 flags (1 create, 2 truncate, 4 recursive), u16 0, u32 mode, u64 offset, u32 length, text path, text target,
 text user, data |
 | FILE | <- | u8 flags (1 end), u32 written, u32 n, n x stat, data |
