@@ -156,12 +156,19 @@ class Adoption:
             # A restarted Edge cannot know which claims were acknowledged: all count as claimed, and the lease gets a whole period.
             lease, owner = lease_of(record.principal, record.lease), (record.principal, record.project)
             self.edge.leases.add(lease, owner, record.lease_ttl_ms / 1000, record.ulid, now, claimed=True)
-        unfinished, starting = record.state is not State.PAUSED, record.state in STARTING
+        recorded, unfinished = record.state, record.state is not State.PAUSED
         if record.still_at:  # it stood still while no Edge was there
             record.stood_ms, record.still_at = record.stood_ms + max(0, round((now - record.still_at) * 1000)), 0.0
         sandbox.feed(event, how)
         self.edge.workers.adopted(sandbox)
         if event is On.ADOPTED_PAUSED and unfinished:
             self.edge.spawn(sandbox.complete_pause())
-        if instance is not None and starting:
-            self.edge.changed(sandbox, "running")  # it would be on disk if it had been told
+        if instance is None:
+            return
+        # What the one before has done and not written is not told either.
+        if recorded in STARTING:
+            self.edge.changed(sandbox, "running")
+        if frozen and unfinished:
+            self.edge.changed(sandbox, "paused")
+        elif not frozen and recorded in (State.PAUSED, State.RESUMING):
+            self.edge.changed(sandbox, "resumed")

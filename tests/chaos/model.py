@@ -177,7 +177,8 @@ def life(events: Iterable[Event]) -> list[Wrong]:
             now = Life(state=State.STOPPED)
         elif event.kind != "created" and event.kind not in NEUTRAL:
             now = _follow(now, event, incarnation, wrong)
-        incarnation = event.incarnation
+        if event.kind not in NEUTRAL:
+            incarnation = event.incarnation
     return wrong
 
 

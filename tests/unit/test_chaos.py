@@ -92,6 +92,7 @@ def test_a_restarted_edge_may_have_done_more_than_the_one_before_had_told() -> N
     """It finds a sandbox paused whose pause nobody told; within one life of the Edge that is a contradiction."""
     first = events("created", "running")
     assert not life([*first, *events("resumed", incarnation="u.2")])
+    assert not life([*first, *events("step", "resumed", incarnation="u.2")])
     assert life([*first, *events("resumed", start=3)])
     assert not life([*events("stopped", incarnation="u.10"), *first])  # in the order of the incarnations, not of arrival
 
