@@ -327,7 +327,8 @@ class Sandbox(Named):
 
         Args:
             name: for people; it need not be the only one of that name.
-            kind: "disk": all files, /tmp and /run too, without /dev/shm. "memory" (processes as well) is refused so far, with the reason.
+            kind: "disk": all files, /tmp and /run too, without /dev/shm. "memory": processes as well, which go on in what begins from it
+                (docs/memory.md); where they cannot be kept it is `Unsupported` with the reason.
             max_bytes: more than these in changed files are refused. timeout: seconds.
 
         Raises: as `pack_diff`. In all cases but `SandboxGone` it runs on.

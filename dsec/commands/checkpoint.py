@@ -19,11 +19,12 @@ if TYPE_CHECKING:
 @click.command("checkpoint")
 @click.argument("sandbox_id", metavar="SANDBOX", type=SANDBOX)
 @click.option("--name", default="", help="For people; shown by `dsec tree`.")
-@click.option("--kind", type=click.Choice(["disk", "memory"]), default="disk", help="What is kept: files; memory is refused so far.")
+@click.option("--kind", type=click.Choice(["disk", "memory"]), default="disk", help="What is kept: files, or processes as well.")
 @click.option("--timeout", type=float, default=600.0, metavar="SECONDS", help="[default: 600]")
 @common
 def checkpoint_command(settings: Settings, sandbox_id: str, name: str, kind: str, timeout: float) -> None:
-    """Keep the files that a sandbox has now, for others to begin from; prints the checkpoint's id. The sandbox goes on.
+    """Keep the files that a sandbox has now (--kind memory: and its processes), for others to begin from; prints the checkpoint's id.
+    The sandbox goes on.
 
     \b
     CP=$(dsec checkpoint ID --name solved-part-1)
@@ -71,11 +72,12 @@ def restore_command(settings: Settings, checkpoint: str, count: int, label: tupl
 
 @click.command("fork")
 @click.argument("sandbox_id", metavar="SANDBOX", type=SANDBOX)
-@click.option("--kind", type=click.Choice(["disk", "memory"]), default="disk", help="What is kept: files; memory is refused so far.")
+@click.option("--kind", type=click.Choice(["disk", "memory"]), default="disk", help="What is kept: files, or processes as well.")
 @_shared
 @common
 def fork_command(settings: Settings, sandbox_id: str, kind: str, count: int, label: tuple[str, ...], timeout: float) -> int:
-    """Make sandboxes that begin with the files that this one has now; prints their ids. It goes on, and they stay until they are stopped.
+    """Make sandboxes that begin with the files that this one has now (--kind memory: and with its processes); prints their ids. It goes on,
+    and they stay until they are stopped.
 
     Those that could not be made are named on standard error, and the exit code is 1.
     """
@@ -144,7 +146,8 @@ def draw(checkpoints: Sequence[Checkpoint], sandboxes: Sequence[SandboxInfo]) ->
     roots = []
     for each in checkpoints:
         name = f' "{each.name}"' if each.name else ""
-        line = f"{each.id if each.kept else f'[{each.id}]'}{name} {each.kind} {size_text(each.size)} {age(each.created_ts)}".rstrip()
+        size = size_text(each.size + each.processes)
+        line = f"{each.id if each.kept else f'[{each.id}]'}{name} {each.kind} {size} {age(each.created_ts)}".rstrip()
         if each.parent not in known:
             roots.append((each.id, line))
         else:
