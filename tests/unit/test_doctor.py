@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -84,10 +85,11 @@ def test_unknown_feature_is_an_error() -> None:
 def test_looking_leaves_no_descriptor() -> None:
     """A diagnosis opens mounts, namespaces and programs, and closes all of them."""
     doctor.diagnose()
+    gc.collect()  # what other tests have left to it
     before = len(os.listdir("/proc/self/fd"))
     mounts = len(open("/proc/self/mountinfo").readlines())  # noqa: SIM115
     doctor.diagnose()
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before
     assert len(open("/proc/self/mountinfo").readlines()) == mounts  # noqa: SIM115
 
 
