@@ -62,6 +62,7 @@ class Scheduler:
         self._wakes: dict[Slice, asyncio.Event] = {}
         self._heard: dict[str, float] = {}
         self._lost: frozenset[str] = frozenset()
+        self._expected: tuple[str, ...] = ()  # nodes that are there by their records, and have not been heard yet
         self._incarnations = Incarnations()
         self._sweeper: asyncio.Task[None] | None = None
         self._pending = 0  # bytes of slices that are not settled, about
@@ -108,7 +109,7 @@ class Scheduler:
 
     def _on_view(self, view: ClusterView, _msg: Msg | None) -> None:
         now = asyncio.get_running_loop().time()
-        lost = frozenset(view.lost)
+        lost, self._expected = frozenset(view.lost), view.expected
         for beat in view.nodes:
             self._incarnations.hear(beat.edge, beat.incarnation)
             heard = now - view.ages_ms.get(beat.edge, 0) / 1000
@@ -239,6 +240,8 @@ class Scheduler:
         for without, items in s.groups().items():
             chosen, unplaced = self.picture.place(s.needs, items, subjects.user_of(s.principal), without)
             if unplaced:
+                if self._expected:  # one of them may be what is asked for
+                    unplaced = [msgspec.structs.replace(row, final=False) for row in unplaced]
                 self._tell_failed(s, s.unplaced(unplaced))
             for edge, pairs in chosen.items():
                 for batch in bursts.batches(edge, pairs, s.specs, self.config.slice_bytes):

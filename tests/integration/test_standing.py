@@ -90,3 +90,20 @@ async def test_no_lease_lapses_while_the_bus_is_mute(box: Box, nats_server: Nats
             nats_server.process.send_signal(signal.SIGCONT)
         assert [(await sb.exec("echo here")).stdout for sb in handles] == [b"here\n"] * 3
         assert len(edge.sandboxes) == 3
+
+
+async def test_what_is_not_known_yet_is_no_final_refusal(box: Box) -> None:
+    """A Scheduler that begins with a Watcher which has not heard all nodes yet does not say of a node's label that nobody has it."""
+    edge = await box.edge("n1", labels={"gpu": "yes"}, heartbeat_ms=3_600_000)
+    await box.edge("n2")
+    watcher = await box.watcher()
+    await eventually(lambda: watcher.cluster.nodes["n1"].beat is not None)
+    watcher.cluster.nodes["n1"].beat = None  # as it was a moment ago
+    scheduler = await box.scheduler()
+    async with box.client() as dsec:
+        making = asyncio.create_task(dsec.create(but(node_labels={"gpu": "yes"}), timeout=20))
+        await eventually(lambda: bool(scheduler._slices))
+        await asyncio.sleep(0.2)
+        assert not making.done()
+        edge.beat()
+        assert (await making).id.startswith("n1-")
