@@ -89,6 +89,7 @@ async def under_load(
             await asyncio.sleep(random.uniform(0.02, longest))
             known = deepcopy(acks)
             cuts.append((await asyncio.to_thread(disk.cut, number), known))
+            known.stopping |= acks.stopping  # what was asked for meanwhile may have been done before that moment
     finally:
         for task in working:
             task.cancel()
