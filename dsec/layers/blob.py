@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from dsec.layers.loader import Worker
 
 REQUEST_S = 5.0  # a store may be silent so long; obstore's own retries are in it
-WINDOW, STEP = 48, 8  # chunks of a prefetch list that are sorted together; neighbours of them in one request
+FIRST, WINDOW, STEP = 4, 48, 8  # chunks of a prefetch list that are sorted together, at first and later; neighbours in one request
 TROUBLE_EVERY_S = 1.0
 
 _numbers = itertools.count()
@@ -205,14 +205,16 @@ class Blob:
         than one request."""
         known = len(self.filler.manifest.chunks)
         numbers = [n for n in self._ahead if 0 <= n < known]
-        for start in range(0, len(numbers), WINDOW):
+        start, window = 0, FIRST
+        while start < len(numbers):
             run: list[int] = []
-            for number in sorted(numbers[start : start + WINDOW]):
+            for number in sorted(numbers[start : start + window]):
                 if run and (number != run[-1] + 1 or len(run) == STEP):
                     self.worker.spare.submit(self.filler.bring, run)
                     run = []
                 run.append(number)
             self.worker.spare.submit(self.filler.bring, run)
+            start, window = start + window, min(2 * window, WINDOW)
 
     def trouble(self, error: OSError) -> None:
         now = time.monotonic()
