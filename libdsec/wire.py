@@ -62,6 +62,8 @@ class Views:
         self._news.set()
         for node in self._newest.nodes:
             self._incarnations.hear(node.edge, node.incarnation)
+        for edge in self._newest.expected:
+            self._incarnations.expect(edge)
 
     async def latest(self, timeout: float) -> ClusterView | None:
         if asyncio.get_running_loop().time() - self._came > self.STALE:

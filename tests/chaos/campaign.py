@@ -27,6 +27,7 @@ from tests.chaos.model import Oracle, Wrong
 PATIENCE = 60.0  # seconds until what is not under way any more must be as it should
 REPLAYED = 4  # recorded results that are asked for again, of each sandbox and round
 STEPS = 30  # of a job
+ROUND = (3.0, 9.0)  # seconds
 
 
 class Report(msgspec.Struct):
@@ -180,7 +181,7 @@ class Campaign:
 
     async def _round(self, load: Load, job: Job, client: libdsec.Client) -> None:
         dice = random.Random(f"{self.seed} {self.number} seconds")
-        seconds = dice.uniform(2.0, 5.0)
+        seconds = dice.uniform(*ROUND)
         planned = kills.plan(self.seed, self.number, seconds, container=self.container)
         self.say(f"round {self.number} of {seconds:.1f} s: " + ("; ".join(map(str, planned)) or "nothing from outside"))
         load.go()

@@ -21,7 +21,7 @@ from tests.chaos.kills import Kill, Points
 
 ULID = re.compile(r"[0-9A-HJKMNP-TV-Z]{26}")
 HEALTHY = "scheduler-2"  # never has an order to die: creates go on
-OVERDUE = 6.0  # seconds in which an actor must pass the point at which it is to die; else it is killed
+OVERDUE = 4.0  # seconds in which an actor must pass the point at which it is to die; else it is killed
 START_AGAIN = 0.05  # seconds between the death of an actor by an order of its own and its next start
 
 

@@ -34,7 +34,7 @@ OFTEN = ("store.commit", "store.committed")  # passed all the time: let some go 
 
 Victim = Literal["edge", "scheduler", "watcher", "nats", "holder", "zygote", "agent", "client", "everything"]
 WEIGHTS: dict[Victim, int] = {
-    "edge": 4, "scheduler": 2, "watcher": 2, "nats": 3, "holder": 3, "zygote": 2, "agent": 2, "client": 4, "everything": 2,
+    "edge": 4, "scheduler": 2, "watcher": 2, "nats": 3, "holder": 3, "zygote": 2, "agent": 2, "client": 4, "everything": 1,
 }  # fmt: skip
 STOPPABLE: tuple[Victim, ...] = ("edge", "scheduler", "watcher", "nats", "holder", "zygote")
 ONLY_CONTAINER: tuple[Victim, ...] = ("holder", "zygote", "agent")
