@@ -24,6 +24,9 @@ async def client_api() -> None:
         async with client.sandbox(spec, timeout=5) as sandbox:
             await sandbox_api(sandbox)
         assert_type(await client.create("debian-12"), libdsec.Sandbox)
+        limits = libdsec.Worker(project="acme/rl/below", networks=("none", "open"), on_end="keep")
+        assert_type(await client.create("debian-12", worker=limits, toolkits=["libdsec"]), libdsec.Sandbox)
+        assert_type(await client.create("debian-12", worker=True, ends_with="n1-0"), libdsec.Sandbox)
         assert_type(await client.create_many(spec, 4, min_ready=2), list[libdsec.Sandbox])
         assert_type(await client.attach("n1-0"), libdsec.Sandbox)
         async with client.burst(spec, 64, min_ready=60, deadline=30, keep_partial=True) as burst:
