@@ -10,9 +10,20 @@ from argparse import Namespace
 import libdsec
 from benchmarks import harness, idle, machine
 
-ABOUT = "N live sandboxes on one node: memory of each, create and exec at the first and at the last, all stopped"
-KEYS = ("live", "create_per_s", "create_ms_p50_first", "create_ms_p50_last", "mib_per_sandbox", "exec_ms_p50", "exec_ms_p99", "stop_all_s")
-DEFAULTS = {"n": 10_000, "singles": 30, "execs": 500, "slice": 500}
+ABOUT = "N live sandboxes on one node: memory of each, what one more costs beside none, some and all, all stopped"
+KEYS = (
+    "live",
+    "create_per_s",
+    "create_ms_p50_first",
+    "create_ms_p50_last",
+    "mib_per_sandbox",
+    "exec_ms_p50",
+    "exec_ms_p99",
+    "stop_all_s",
+    "costs",
+)
+DEFAULTS = {"n": 10_000, "singles": 40, "execs": 500, "slice": 500}
+LEVELS = (1_000, 3_200)  # live sandboxes beside which the cost of one more is taken, besides none and all
 LIMITS: libdsec.Options = {"memory": 32 * harness.MIB, "disk": 16 * harness.MIB, "pids": 32, "cpus": 0.2}
 
 
@@ -66,8 +77,27 @@ async def stop(session: harness.Session, live: list[libdsec.Sandbox]) -> float:
     return took
 
 
+async def cost(session: harness.Session, spec: libdsec.SandboxSpec, live: list[libdsec.Sandbox], options: Namespace) -> dict[str, object]:
+    """What one more costs beside those that live: create until its first exec answers, commands in any of them, its stop."""
+    more: list[libdsec.Sandbox] = []
+    creates = await singles(session, spec, options.singles, more)
+    execs = [await harness.answered(random.choice(live or more)) for _ in range(options.execs)]
+    stops = []
+    for sandbox in more:
+        began = time.perf_counter()
+        await sandbox.stop()
+        stops.append((time.perf_counter() - began) * 1e3)
+    return {
+        "live": len(live),
+        "create_ms_p50": harness.rounded(harness.percentile(creates, 50)),
+        "exec_ms_p50": harness.rounded(harness.percentile(execs, 50), 3),
+        "exec_ms_p99": harness.rounded(harness.percentile(execs, 99), 3),
+        "stop_ms_p50": harness.rounded(harness.percentile(stops, 50)),
+    }
+
+
 async def run(options: Namespace) -> dict[str, object]:
-    async with harness.session(options, roomy(options.n)) as session:
+    async with harness.session(options, roomy(options.n + options.singles)) as session:
         spec = libdsec.spec(session.image, **LIMITS)
         async with session.client.sandbox(spec) as sandbox:  # what the first one warms is not the others' cost
             await harness.answered(sandbox)
@@ -76,30 +106,31 @@ async def run(options: Namespace) -> dict[str, object]:
         pids = [session.edge.pid, *harness.holders(str(session.cluster.dir))]
         before, edge_before = machine.figures(pids), session.edge_rss()
         live: list[libdsec.Sandbox] = []
-        first = await singles(session, spec, options.singles, live)
-        bulk = max(0, options.n - 2 * options.singles)
+        costs = [await cost(session, spec, live, options)]
+        seconds = 0.0
         async with session.heartbeats() as heartbeats:
-            seconds = await fill(session, spec, bulk, live, options.slice)
-        last = await singles(session, spec, options.singles, live)
-        await asyncio.sleep(2.0)
+            for level in (*(level for level in LEVELS if level < options.n), options.n):
+                seconds += await fill(session, spec, level - len(live), live, options.slice)
+                await asyncio.sleep(2.0)
+                costs.append(await cost(session, spec, live, options))
         edge_after = session.edge_rss()
         charged = idle.charged(session.edge.name)
-        spent = before["available_mib"] - machine.figures(pids)["available_mib"]
-        times = [await harness.answered(random.choice(live)) for _ in range(options.execs)]
         count = len(live)
+        spent = before["available_mib"] - machine.figures(pids)["available_mib"]
         stopped = await stop(session, live)
         if still := await session.client.list():
             raise harness.WrongAnswer(f"{len(still)} of {count} are still there")
         remains = await machine.left(before, pids)
     return {
         "live": count,
-        "create_per_s": harness.rounded(bulk / seconds if bulk else None, 1),
-        "create_ms_p50_first": harness.rounded(harness.percentile(first, 50)),
-        "create_ms_p50_last": harness.rounded(harness.percentile(last, 50)),
+        "create_per_s": harness.rounded(count / seconds, 1),
+        "create_ms_p50_first": costs[0]["create_ms_p50"],
+        "create_ms_p50_last": costs[-1]["create_ms_p50"],
         "mib_per_sandbox": harness.rounded(spent / count, 3),
-        "exec_ms_p50": harness.rounded(harness.percentile(times, 50), 3),
-        "exec_ms_p99": harness.rounded(harness.percentile(times, 99), 3),
+        "exec_ms_p50": costs[-1]["exec_ms_p50"],
+        "exec_ms_p99": costs[-1]["exec_ms_p99"],
         "stop_all_s": harness.rounded(stopped, 2),
+        "costs": costs,
         "charged_mib_per_sandbox": harness.rounded(charged / harness.MIB / count, 3),
         "edge_kib_per_sandbox": harness.rounded((edge_after - edge_before) / 1024 / count, 1),
         "loop_lag_ms_p99": harness.rounded(harness.percentile([beat.loop_lag_ms for beat in heartbeats] or [0.0], 99)),
