@@ -64,7 +64,7 @@ class Driver(Protocol):
         ...
 
     async def start(self, plan: LaunchPlan, place: Place) -> int:
-        """The pid of the sandbox's init on the node.
+        """The pid of the sandbox's init on the node. It may have steps to go until it is the agent; should one fail, it ends.
 
         Raises `NodeError`; what was started is then found by the holder and by the cgroups.
         """

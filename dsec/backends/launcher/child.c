@@ -90,9 +90,12 @@ static void make_readonly(const struct order *o) {
 }
 
 static void join_groups(const struct prepared *p) {
+    char made;
+    if (p->groups_made >= 0 && read(p->groups_made, &made, 1) != 1) errno = ECHILD, fail("make the cgroups");
     for (int i = 0; i < p->order->group_count; i++) {
-        if (write(p->groups[i], "0", 1) != 1) fail("join the cgroup of %s", p->order->groups[i]);
-        close(p->groups[i]);
+        int tasks = openat(p->homes[i], p->joins[i], O_WRONLY | O_CLOEXEC);
+        if (tasks < 0 || write(tasks, "0", 1) != 1) fail("join the cgroup of %s", p->order->groups[i]);
+        close(tasks), close(p->homes[i]);
     }
     if (p->order->namespaces & CLONE_NEWCGROUP && unshare(CLONE_NEWCGROUP)) fail("make a cgroup namespace");
 }

@@ -142,8 +142,10 @@ void raise_loopback(void); /* of the network namespace that this process is in *
 struct prepared {
     const struct order *order;
     int overlay, upper, listener, nurse, nurse_told, empty_namespace, empty_directory, news;
-    const int *nodes;  /* a detached mount for each of the order's nodes */
-    const int *groups; /* open files */
+    int groups_made;          /* one byte comes when the cgroups are there; -1: they are */
+    const int *nodes;         /* a detached mount for each of the order's nodes */
+    const int *homes;         /* for each of the order's groups the directory that it is below, and what it is called there: */
+    const char *const *joins; /* where the sandbox's root is entered, no path leads to it */
 };
 
 __attribute__((noreturn)) void become_sandbox(const struct prepared *prepared);

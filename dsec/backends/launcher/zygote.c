@@ -10,6 +10,7 @@
 #include "launcher.h"
 #include <errno.h>
 #include <fcntl.h>
+#include <limits.h>
 #include <poll.h>
 #include <sched.h>
 #include <setjmp.h>
@@ -168,12 +169,24 @@ static int node_by_name(const char *name) {
 }
 
 /* Limits are written before anybody is in the group. What is left of it when a launch fails is found by its name. */
-static void make_groups(int *joined) {
+static void make_groups(void) {
     for (int i = 0; i < order.made_count; i++)
         if (mkdir(order.made[i], 0755) && errno != EEXIST) fail("make the cgroup %s", order.made[i]);
     for (int i = 0; i < order.setting_count; i += 2) write_file(order.settings[i], order.settings[i + 1]);
-    for (int i = 0; i < order.group_count; i++)
-        if ((joined[i] = open(order.groups[i], O_WRONLY | O_CLOEXEC)) < 0) fail("open %s", order.groups[i]);
+}
+
+/* The directory that a group is made in, and the rest of the path of a file of the group's. */
+static int open_home(const char *path, const char **rest) {
+    char home[PATH_MAX];
+    size_t length = strlen(path);
+    if (length >= sizeof home) errno = ENAMETOOLONG, fail("open the home of %s", path);
+    for (int parts = 0; length && (path[length - 1] != '/' || ++parts < 2);) length--;
+    memcpy(home, path, length);
+    home[length] = 0;
+    *rest = path + length;
+    int fd = open(length ? home : "/", O_PATH | O_DIRECTORY | O_CLOEXEC);
+    if (fd < 0) fail("open the home of %s", path);
+    return fd;
 }
 
 /* Before there is an agent: whoever calls meanwhile is served when it begins. */
@@ -190,17 +203,19 @@ static int listen_at(const char *path) {
 }
 
 struct started {
-    int pid, pidfd, news;
+    int pid, pidfd, news, groups_made;
 };
 
 static struct started start(void) {
-    static int chosen[MAX_NODES], groups[MAX_GROUPS], lowers[MAX_LOWERS];
+    static int chosen[MAX_NODES], homes[MAX_GROUPS], lowers[MAX_LOWERS];
+    static const char *joins[MAX_GROUPS];
     if (fd_count < 2) errno = EINVAL, fail("refused: descriptors: frame and a layer are needed");
     read_order(fds[0]);
     for (int i = 0; i < order.node_count; i++) chosen[i] = node_by_name(order.nodes[i]);
     int others = (int)order.namespaces & (CLONE_NEWNET | CLONE_NEWIPC | CLONE_NEWUTS);
     if (order.has_ids) call_nurse(&nurse, order.base, others);
-    make_groups(groups);
+    for (int i = 0; i < order.group_count; i++) homes[i] = open_home(order.groups[i], &joins[i]);
+    if (order.group2) make_groups(); /* to be born in it */
     int group2 = order.group2 ? open(order.group2, O_PATH | O_DIRECTORY | O_CLOEXEC) : 0;
     if (group2 < 0) fail("open %s", order.group2);
     int listener = listen_at(order.socket);
@@ -213,10 +228,10 @@ static struct started start(void) {
     int kept = keep_upper(upper);
     struct prepared prepared = {
         .order = &order, .overlay = overlay, .upper = kept, .listener = listener, .nurse = nursed, .nurse_told = nurse.told, .empty_namespace = empty_namespace,
-        .empty_directory = empty_directory, .nodes = chosen, .groups = groups,
+        .empty_directory = empty_directory, .nodes = chosen, .homes = homes, .joins = joins,
     };
-    int ends[2], pidfd = -1;
-    if (pipe2(ends, O_CLOEXEC)) fail("make a pipe");
+    int ends[2], made[2], pidfd = -1;
+    if (pipe2(ends, O_CLOEXEC) || pipe2(made, O_CLOEXEC)) fail("make a pipe");
     struct clone_args how = {
         .flags = CLONE_NEWPID | CLONE_PARENT | CLONE_PIDFD | (order.group2 ? CLONE_INTO_CGROUP : 0), .pidfd = (uintptr_t)&pidfd,
         .cgroup = (uint64_t)group2,
@@ -228,10 +243,12 @@ static struct started start(void) {
         on_failure = tell_zygote;
         prctl(PR_SET_NAME, "dsec-launch");
         prepared.news = ends[1];
+        prepared.groups_made = order.group2 ? -1 : made[0];
+        close(made[1]);
         become_sandbox(&prepared);
     }
-    close(ends[1]);
-    return (struct started){.pid = (int)pid, .pidfd = pidfd, .news = ends[0]};
+    close(ends[1]), close(made[0]);
+    return (struct started){.pid = (int)pid, .pidfd = pidfd, .news = ends[0], .groups_made = made[1]};
 }
 
 /* Until the agent is executed, which closes the pipe, or the child says what failed. One that is killed meanwhile is told by its end. */
@@ -290,6 +307,8 @@ int zygote_main(void) {
             child = start();
             answer.pid = child.pid;
             reply(&answer, child.pidfd);
+            if (!order.group2) make_groups(); /* while it mounts */
+            if (write(child.groups_made, "", 1) < 0) {} /* if it has ended, `follow` hears why */
             follow(&child, &answer);
         }
         reply(&answer, -1);
