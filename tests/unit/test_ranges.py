@@ -148,7 +148,7 @@ def test_a_connection_that_was_left_in_the_middle_is_not_used_again(web: Web, ot
     from_web = source(web)
     pieces = from_web(SPANS)
     next(pieces)
-    pieces.close()  # type: ignore[attr-defined]
+    pieces.close()
     assert got(from_web) == WANT
     assert web.connections == 2
 
