@@ -66,7 +66,7 @@ async def world() -> AsyncIterator[World]:
             nats = await stack.enter_async_context(NatsServer(place / "nats", host=wire.host))
             await bootstrap_tiny(LayerStore(place / "layers"))
             tables: dict[str, dict[str, Any]] = {
-                "bus": {"url": nats.url},
+                "bus": {"url": nats.url, "connect_timeout_ms": 1_000},
                 "watcher": {"lost_after_ms": int(LOST_AFTER * 1000), "publish_ms": 100},
                 "layers": {"store_dir": str(place / "layers")},
                 "edge": {"heartbeat_ms": 200, "sweep_ms": 200, "on_shutdown": "stop"},
@@ -115,9 +115,9 @@ class Prober:
         count = 0
         while True:
             count += 1
-            request = ExecRequest(op=f"{number:016x}{count:016x}", spec=ExecSpec(argv=("true",)), wait_ms=5_000)
+            request = ExecRequest(op=f"{number:016x}{count:016x}", spec=ExecSpec(argv=("true",)), wait_ms=1_000)
             try:
-                self.accepted.append(await self._bus.call(subject, request, ExecReply, timeout=10.0))
+                self.accepted.append(await self._bus.call(subject, request, ExecReply, timeout=3.0))
             except DsecError as error:
                 self.errors.append(error)
             await asyncio.sleep(0.02)
