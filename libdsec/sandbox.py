@@ -471,8 +471,7 @@ class Sandbox(Named):
                     raise unanswered(error, f"the node of sandbox {self.id}") from error
                 if error.reason == "disconnected":
                     tries = 0
-                await asyncio.sleep(pause * random.uniform(0.5, 1.0))
-                pause = min(pause * 2, LONGEST_PAUSE)
+                pause = await self._wire.rest(self._id.edge, pause)
                 continue
             if not reply.status.running:
                 return reply.status

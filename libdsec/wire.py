@@ -223,8 +223,22 @@ class Wire:
                     raise
                 if loop.time() + pause >= end:
                     raise unanswered(error, what) from error
-            await asyncio.sleep(pause * random.uniform(0.5, 1.0))
-            pause = min(pause * 2, LONGEST_PAUSE)
+            pause = await self.rest(edge, pause)
+
+    async def rest(self, edge: str, pause: float) -> float:
+        """Wait before a request is repeated, with jitter; the next pause, in seconds. As soon as an Edge that starts anew shows up, pauses
+        are short again."""
+        spread = asyncio.sleep(pause * random.uniform(0.5, 1.0))
+        if not edge:
+            await spread
+        else:
+            self._watch_nodes()
+            try:
+                await self._incarnations.ask((edge,), spread)
+            except Unavailable:
+                await asyncio.sleep(FIRST_PAUSE * random.random())
+                return FIRST_PAUSE
+        return min(pause * 2, LONGEST_PAUSE)
 
     def post(self, subject: str, message: Any, *, transport: Transport | None = None) -> None:
         (transport or self.guard()).post(subject, codec.encode(message))
