@@ -368,7 +368,8 @@ class Client(Many, Named):
 
     async def _take_up(self) -> None:
         """A named lease may hold sandboxes of an earlier client: find their Edges and renew there."""
-        mine = [SandboxId.parse(info.id) for info in await self.list() if info.lease == self.lease]
+        who = self._wire.caller.principal  # a lease of the same name in a job is another one
+        mine = [SandboxId.parse(info.id) for info in await self.list() if (info.lease, info.principal) == (self.lease, who)]
         if mine:
             self._leases.claim(mine)
 
