@@ -89,6 +89,8 @@ class Workers:
         self, spec: SandboxSpec, principal: str, project: str, sandbox: SandboxId, plan: LaunchPlan
     ) -> tuple[SandboxSpec, LaunchPlan]:
         """Spec and plan of a sandbox that is to be a worker; any other's as they are. Raises `Denied`, `InvalidRequest`, `Unsupported`."""
+        if spec.ends_with:
+            SandboxId.parse(spec.ends_with)
         if spec.worker is None:
             return spec, plan
         able = self.edge.host.planner(spec).backend.capabilities
@@ -109,7 +111,8 @@ class Workers:
     def _grant(self, sandbox: str, principal: str, spec: SandboxSpec) -> Grant:
         assert spec.worker is not None
         who = subjects.job(principal, sandbox)
-        return Grant(unit=self.edge.bus.unit, worker=sandbox, principal=who, project=spec.worker.project, limits=spec.worker)
+        project, labels = spec.worker.project, spec.labels
+        return Grant(unit=self.edge.bus.unit, worker=sandbox, principal=who, project=project, limits=spec.worker, labels=labels)
 
     async def opened(self, sandbox: Sandbox) -> None:
         """It is there: open its way before anything runs in it. Raises what the agent says."""

@@ -27,6 +27,7 @@ class Grant(msgspec.Struct, frozen=True, kw_only=True):
     principal: str
     project: str
     limits: Worker = Worker()
+    labels: dict[str, str] = {}  # of the worker: its job's sandboxes have them as well, unless they have others of these names
 
     @property
     def inbox(self) -> str:
@@ -92,4 +93,4 @@ def _narrow(grant: Grant, spec: SandboxSpec, field: str) -> SandboxSpec:
         if grant.principal.count(subjects.OF_JOB) >= DEEPEST:
             raise Denied(f"workers of workers go {DEEPEST} deep", field=f"{field}.worker", reason="job")
     ends_with = grant.worker if limits.on_end == "stop" else ""
-    return msgspec.structs.replace(spec, ends_with=ends_with, labels={**spec.labels, LABEL: grant.worker})
+    return msgspec.structs.replace(spec, ends_with=ends_with, labels={**grant.labels, **spec.labels, LABEL: grant.worker})

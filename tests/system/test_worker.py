@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.needs("root", "cgroup", "oci", "guest"), pytest.mark.a
 
 async def test_a_worker_drives_sandboxes_of_its_job(client: Client, cluster: Cluster) -> None:
     """Without an argument it makes, uses and stops them, from a sandbox with no network; its user sees them under the job's label."""
-    async with client.sandbox("small", **WORKER) as worker:
+    async with client.sandbox("small", labels={"job": "j1"}, **WORKER) as worker:
         said = await inside(
             worker,
             """
@@ -39,8 +39,8 @@ async with dsec.burst("small", 4, **CHILD) as burst:
         first, count = said.splitlines()
         text, size, lines, labels, principal, alone = json.loads(first)
         assert (text.split(), size, lines, alone, int(count)) == (["from", "below"], 200_000, ["1", "2", "3"], True, 4)
-        assert (labels, principal) == ({"dsec.job": worker.id}, f"local~{worker.id}")
-        assert (await worker.info()).labels == {"dsec.job": worker.id}
+        assert (labels, principal) == ({"dsec.job": worker.id, "job": "j1"}, f"local~{worker.id}")
+        assert (await worker.info()).labels == {"dsec.job": worker.id, "job": "j1"}
 
 
 async def test_a_hostile_worker_reaches_nobody_else(client: Client, cluster: Cluster) -> None:
