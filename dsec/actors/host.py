@@ -162,8 +162,12 @@ class LayerPlanner:
 
         async def find() -> tuple[LayerRef, ...]:
             await self.layers.ensure(name for _, _, name in stack.names(spec))
-            await self._image(spec.image)
-            return await self._whole(stack.build(spec, self.layers.lookup).lowers)
+            try:
+                found = stack.build(spec, self.layers.lookup)
+            except NotFound:
+                await self._image(spec.image)
+                found = stack.build(spec, self.layers.lookup)
+            return await self._whole(found.lowers)
 
         return await self._held(find)
 

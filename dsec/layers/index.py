@@ -67,6 +67,11 @@ class Index:
         self._refresh()
         return dict(self._names)
 
+    def digest(self, name: str) -> str | None:
+        """What one name means now; `names` copies them all."""
+        self._refresh()
+        return self._names.get(name)
+
     def history(self, name: str) -> tuple[Entry, ...]:
         """What became of one name, oldest first."""
         self._refresh()

@@ -107,10 +107,9 @@ class LayerStore:
             raise NotFound("no layer has this digest", field="layer", value=name, fix=close_matches(name, self._index.names()))
         if index.is_short_digest(name):
             return LayerRef(name=name, digest=self._complete(name))
-        names = self._index.names()
-        digest = names.get(index.check_name(name, "layer"))
+        digest = self._index.digest(index.check_name(name, "layer"))
         if digest is None:
-            raise NotFound("no such layer", field="layer", value=name, fix=close_matches(name, names))
+            raise NotFound("no such layer", field="layer", value=name, fix=close_matches(name, self._index.names()))
         if not self._record(digest).exists():
             raise NotFound(f"the layer's content {digest[:19]} is missing from the store", field="layer", value=name, fix="make it again")
         return LayerRef(name=name, digest=digest)
