@@ -38,15 +38,22 @@ def jwt(issuer: nkeys.KeyPair, subject: str, nats: dict[str, object], expires: f
 
 
 class Authority:
-    """An operator with one account: makes the server's configuration and users' credentials."""
+    """An operator with one account: makes the server's configuration and users' credentials. ``jetstream``: the account may use it."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, jetstream: bool = False) -> None:
         self.operator, self.operator_name, _ = key(nkeys.PREFIX_BYTE_OPERATOR)
         self.account, self.account_name, self.account_seed = key(nkeys.PREFIX_BYTE_ACCOUNT)
         limits = dict.fromkeys(("subs", "data", "payload", "imports", "exports", "conn", "leaf"), -1) | {"wildcards": True}
-        account = jwt(self.operator, self.account_name, {"type": "account", "limits": limits})
+        stored = dict.fromkeys(("mem_storage", "disk_storage", "streams", "consumer"), -1) if jetstream else {}
+        accounts = {self.account_name: limits | stored}
         operator = jwt(self.operator, self.operator_name, {"type": "operator"})
-        self.config = f"operator: {operator}\nresolver: MEMORY\nresolver_preload: {{ {self.account_name}: {account} }}"
+        self.config = f"operator: {operator}\nresolver: MEMORY\n"
+        if jetstream:  # the server wants an account of its own for that
+            system = key(nkeys.PREFIX_BYTE_ACCOUNT)[1]
+            accounts[system] = limits
+            self.config += f"system_account: {system}\n"
+        known = [f"{name}: {jwt(self.operator, name, {'type': 'account', 'limits': has})}" for name, has in accounts.items()]
+        self.config += f"resolver_preload: {{ {', '.join(known)} }}"
 
     def creds(self, expires: float | None = None, publish: list[str] | None = None) -> str:
         _, name, seed = key(nkeys.PREFIX_BYTE_USER)
