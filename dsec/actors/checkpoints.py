@@ -118,6 +118,7 @@ class Checkpoints:
         record = sandbox.record
         name = self._prefix + request.ulid
         spec = record.spec
+        await self._free(name)
         processes = self.edge.host.planner(spec).processes(name) if request.kind == "memory" else ""
         order = PackOrder(name=name, whole=True, max_entries=request.max_entries, max_bytes=request.max_bytes, processes=processes)
         layer = await sandbox.pack_diff(request.ulid, order, deadline)
@@ -153,6 +154,13 @@ class Checkpoints:
             self._until[sid] = time.monotonic() + request.keep_ms / 1000
         self.edge.outbox.send(told)
         return checkpoint
+
+    async def _free(self, name: str) -> None:
+        """What an earlier try left that a crash ended: no sweep may take the next one for it."""
+        if name in self._freeing:
+            async with self._sweeping:
+                if (planner := self._freeing.pop(name, None)) is not None:
+                    await planner.forget(name, self._prefix)
 
     # ------------------------------------------------------------------ standing on one
     async def resolve(self, spec: SandboxSpec, principal: str, project: str) -> Resolved:

@@ -108,6 +108,7 @@ class Capture:
         if in_namespace_of(self.init, "ipc", syscalls.CLONE_NEWIPC, _objects):
             text = "its processes cannot be kept: it has System V shared memory, semaphores or message queues"
             raise Unsupported(text, sandbox=self.sandbox, reason="snapshot", fix="remove them (ipcrm)")
+        _discard(self.place)  # of an Edge that died in the middle
         os.makedirs(self.place, mode=0o700)
         try:
             self._listener = move_house(self.init, self.subject.socket_path, self.subject.generation)
