@@ -121,7 +121,12 @@ class Checkpoints:
         await self._free(name)
         processes = self.edge.host.planner(spec).processes(name) if request.kind == "memory" else ""
         order = PackOrder(name=name, whole=True, max_entries=request.max_entries, max_bytes=request.max_bytes, processes=processes)
-        layer = await sandbox.pack_diff(request.ulid, order, deadline)
+        try:
+            layer = await sandbox.pack_diff(request.ulid, order, deadline)
+        except BaseException:
+            if processes:  # its layer may have its name already
+                self._freeing[name] = self.edge.host.planner(spec)
+            raise
         checkpoint = Checkpoint(
             id=sid,
             kind=request.kind,

@@ -56,7 +56,7 @@ class Subject(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Capture:
-    """One dump of one sandbox into ``place``, a directory that does not exist yet."""
+    """One dump of one sandbox into ``place``, a directory that is made anew."""
 
     def __init__(self, programs: Tools, place: str, subject: Subject) -> None:
         self.programs, self.place, self.subject = programs, place, subject

@@ -144,12 +144,14 @@ class ContainerBackend:
         """Programs, holder, and what this node can do."""
         self._launcher, self._guest = await asyncio.to_thread(runtime.programs, opts.launcher, opts.guest)
         self.site.launcher = self._launcher
+        looking = self._spawn(asyncio.to_thread(self.snapshots.look))
         await asyncio.to_thread(self._disks.look, userns)
         self.disk_place = self._disks.measured
         self.site.cgroup_v2 = self._cgroups.version == 2
         await self._ensure_holder()
         self.driver, no_native = settle(self.driver, self.site, opts.runtime)
-        await asyncio.to_thread(self.snapshots.look, self.driver, userns=userns)
+        await looking
+        self.snapshots.settle(self.driver, userns=userns)
         troubles = {"snapshot": self.snapshots.missing, "reclaim": self.pauser.missing, "driver=native": no_native}
         missing = {name: trouble for name, trouble in troubles.items() if trouble}
         if not userns:

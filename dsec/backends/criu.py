@@ -1,8 +1,8 @@
 """CRIU: whether this node has one that will do, what it is told, and what of its images is each restored sandbox's own.
 
-It is called directly and as its documents have it: the whole tree of a sandbox's processes with the agent at its root; the kernel's own
-namespaces of pids, mounts, ids, names and System V objects in the images; the network namespace empty; cgroups left to us. Command lines
-and edits are pure functions here; dsec/backends/capture.py and dsec/backends/restore.py call them.
+It is called directly: for the whole tree of a sandbox's processes with the agent at its root, and their namespaces of pids, mounts and ids.
+The network namespace is made anew and empty; cgroups, names and System V objects are left to us. Command lines and edits are pure functions
+here; dsec/backends/capture.py and dsec/backends/restore.py call them.
 """
 
 from __future__ import annotations

@@ -28,26 +28,27 @@ class Snapshots:
         self._tools: Tools | None = None
         self.missing = "not looked at yet"
 
-    def look(self, driver: Driver, *, userns: bool) -> None:
-        """Blocks while CRIU checks the kernel."""
-        self._restorer, self._tools = None, None
+    def look(self) -> None:
+        """For a CRIU that will do on this kernel. Blocks: it is started twice."""
+        self._tools = None
         try:
-            if driver.name != "native":
-                raise Unsupported(f"processes that {driver.name} started are not kept: only the native launcher's", reason="snapshot")
-            if not userns:
-                raise Unsupported("without user namespaces processes are not kept", reason="snapshot")
             path, version = criu.find()
             shim = str(build.ensure(program="shim"))
+            self.missing = criu.kernel_trouble(path)
         except Unsupported as error:
             self.missing = error.message
-            return
         except build.BuildError as error:
             self.missing = str(error)
-            return
-        self.missing = criu.kernel_trouble(path)
-        if not self.missing:
+        else:
             self._tools = Tools(criu=path, version=version, launcher=self._site.launcher, shim=shim)
-            self._restorer = RestoreDriver(self._site, self._tools)
+
+    def settle(self, driver: Driver, *, userns: bool) -> None:
+        """Once it is known what starts the sandboxes."""
+        if driver.name != "native":
+            self.missing = f"processes that {driver.name} started are not kept: only the native launcher's"
+        elif not userns:
+            self.missing = "without user namespaces processes are not kept"
+        self._restorer = RestoreDriver(self._site, self._tools) if self._tools is not None and not self.missing else None
 
     def driver(self, plan: LaunchPlan, usual: Driver) -> Driver:
         """What starts this plan. Raises `Unsupported`."""
@@ -59,9 +60,9 @@ class Snapshots:
 
     def capture(self, place: str, subject: Subject) -> Capture:
         """Raises `Unsupported`."""
-        if self._tools is None:
+        if self._restorer is None:
             raise self._refused(subject.sandbox)
-        return Capture(self._tools, place, subject)
+        return Capture(self._restorer.programs, place, subject)
 
     def place(self, name: str) -> str:
         """Where the images of a capture lie that has this name."""
