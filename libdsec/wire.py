@@ -34,6 +34,7 @@ E = TypeVar("E", bound=FromEdge)
 SILENCE = 10.0  # seconds that a request whose own time is longer still waits for somebody to be there
 FIRST_PAUSE, LONGEST_PAUSE = 0.05, 1.0
 LATE_MS = 3_000  # a node beats once a second
+AGAIN = 1.0  # seconds after which nodes that have not answered are asked once more: they may have been away for a moment
 SOON = 0.3  # seconds after which a request without an answer looks whether its Edge is still the one that was asked
 
 
@@ -62,8 +63,6 @@ class Views:
         self._news.set()
         for node in self._newest.nodes:
             self._incarnations.hear(node.edge, node.incarnation)
-        for edge in self._newest.expected:
-            self._incarnations.expect(edge)
 
     async def latest(self, timeout: float) -> ClusterView | None:
         if asyncio.get_running_loop().time() - self._came > self.STALE:
@@ -277,18 +276,7 @@ class Wire:
         subject = subjects.everyone(self.unit, verb, self.caller, below=below)
         # Without a Watcher nobody knows how many there are: two seconds are enough for those that are well.
         wait = min(timeout, 2.0) if known is None or not known - late else timeout
-        loop = asyncio.get_running_loop()
-        end = loop.time() + wait
-        while True:
-            left = max(0.05, end - loop.time())
-            asking = call.scatter(self.guard(), subject, message, type_, timeout=left, expect=complete)
-            try:
-                _, errors = await self._incarnations.ask(known - late - heard.keys() if known else (), asking)
-            except Unavailable as error:
-                if error.reason != "restarted":
-                    raise
-                continue  # one that has not answered died: who came after it is asked, and the others once more
-            break
+        _, errors = await call.scatter(self.guard(), subject, message, type_, timeout=wait, expect=complete, again=AGAIN)
         if errors and not heard:
             raise errors[0]
         return list(heard.values()), sorted((known or set()) - heard.keys())

@@ -136,14 +136,17 @@ async def scatter(
     request_id: str | None = None,
     traceparent: str | None = None,
     headers: Headers | None = None,
+    again: float = 0.0,
 ) -> tuple[list[T], list[DsecError]]:
     """One request to everyone who subscribes; the answers and the errors that came within ``timeout`` seconds.
 
     Args:
         expect: stop early after this many answers, or when this says True of an answer; None waits for the whole time.
+        again: ask once more after so many seconds, after twice as many, and so on: who was away for a moment has not heard it and answers
+            then; others may answer twice. 0 = never.
 
-    Nobody subscribing gives two empty lists at once, a server that forbids it one `Denied`. Who stayed silent is for the caller to say
-    (it knows whom it expected).
+    Without ``again``, nobody subscribing gives two empty lists at once; a server that forbids it one `Denied`. Who stayed silent is for the
+    caller to say (it knows whom it expected).
     """
     loop = asyncio.get_running_loop()
     end = loop.time() + timeout
@@ -160,7 +163,8 @@ async def scatter(
         if done.done():
             return
         if msg.status == "503" and not msg.data:
-            finish()
+            if not again:
+                finish()
             return
         try:
             answer = read_reply(msg, reply_type)
@@ -182,10 +186,14 @@ async def scatter(
     subscription = await transport.subscribe_raw(inbox, on_answer)
     timer = loop.call_later(max(0.0, end - loop.time()), finish)
     transport.events.listeners.append(on_event)
+    data = codec.encode(message, limit=transport.max_payload)
+    pause = again
     try:
-        sent = request_headers(request_id=request_id, timeout=end - loop.time(), traceparent=traceparent, extra=headers)
-        transport.post(subject, codec.encode(message, limit=transport.max_payload), reply=inbox, headers=sent)
-        await done
+        while not done.done():
+            sent = request_headers(request_id=request_id, timeout=end - loop.time(), traceparent=traceparent, extra=headers)
+            transport.post(subject, data, reply=inbox, headers=sent)
+            await asyncio.wait((done,), timeout=pause or None)
+            pause *= 2
     finally:
         timer.cancel()
         transport.events.listeners.remove(on_event)

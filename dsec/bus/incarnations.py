@@ -36,10 +36,6 @@ class Incarnations:
             elif not bell.expired():
                 bell.reschedule(asyncio.get_running_loop().time())
 
-    def expect(self, edge: str) -> None:
-        """It should be there, and nobody has heard it: the first incarnation that is heard of was not there before."""
-        self._now.setdefault(edge, "?")
-
     async def ask(self, edges: Collection[str], call: Awaitable[T]) -> T:
         """The outcome of ``call``, a request to these Edges; `Unavailable` (reason ``restarted``) as soon as another incarnation of one of
         them is heard of than the one known when it began, or the first one heard of since."""

@@ -85,26 +85,24 @@ async def test_a_request_that_is_answered_is_asked_once(nats_server: NatsServer)
     assert len(asked) == 1
 
 
-async def test_a_question_to_all_is_put_again_to_who_comes_after(nats_server: NatsServer) -> None:
-    """An Edge that dies in the middle of a list is asked again when the next one is seen, long before the question's own time is over."""
-    asked: list[str] = []
-    async with Bus.connect(nats_server.url) as bus, libdsec.connect(nats_server.url) as client, views(bus) as incarnation:
+async def test_a_question_to_all_is_put_again(nats_server: NatsServer) -> None:
+    """An Edge that was away when a list was asked for is asked again, long before the question's own time is over; who answers twice is
+    counted once."""
+    asked: list[int] = []
+    async with Bus.connect(nats_server.url) as bus, libdsec.connect(nats_server.url) as client, views(bus):
 
         def edge(msg: Msg) -> None:
-            asked.append(incarnation[0])
-            if incarnation[0] == "u.2":
+            asked.append(len(asked))
+            for _ in asked[1:] * 2:
                 bus.transport.post(msg.reply, codec.encode(ListReply(edge="n1", sandboxes=())))
 
-        await bus.subscribe_raw(subjects.everyone(bus.unit, "list", ME), edge)
-        await bus.flush()
         loop = asyncio.get_running_loop()
-        listing = asyncio.create_task(client._wire.everyone("list", Selector(), ListReply, timeout=100.0))
-        while not asked:  # noqa: ASYNC110 - it sets no event
-            await asyncio.sleep(0.01)
-        incarnation[0] = "u.2"
         began = loop.time()
+        listing = asyncio.create_task(client._wire.everyone("list", Selector(), ListReply, timeout=100.0))
+        await asyncio.sleep(0.5)  # nobody is there
+        await bus.subscribe_raw(subjects.everyone(bus.unit, "list", ME), edge)
         replies, silent = await listing
         assert loop.time() - began < 50
     assert [reply.edge for reply in replies] == ["n1"]
     assert not silent
-    assert asked == ["u.1", "u.2"]
+    assert len(asked) == 2

@@ -41,20 +41,6 @@ async def test_the_first_incarnation_that_is_heard_of_is_the_one_that_was_asked(
         await lost
 
 
-async def test_one_that_is_only_expected_was_not_there() -> None:
-    """So what was asked of it has gone nowhere, as soon as it is heard."""
-    known = Incarnations()
-    known.expect("a")
-    lost = asyncio.ensure_future(known.ask(("a",), asyncio.sleep(3600)))
-    await asyncio.sleep(0)
-    known.hear("a", "u.4")
-    with pytest.raises(Unavailable):
-        await lost
-    known.expect("a")  # an old view: it is known by now
-    assert await known.ask(("a",), asyncio.sleep(0, "answer")) == "answer"
-    assert known._now == {"a": "u.4"}
-
-
 async def test_late_news_are_none() -> None:
     """A heartbeat of the one before that comes after the next one's ends nothing."""
     known = Incarnations()
