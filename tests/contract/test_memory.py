@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import array
 import asyncio
+import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ import pytest_asyncio
 
 from dsec.backends import criu
 from dsec.backends.base import Instance, LaunchPlan, PackOrder, Undone
+from dsec.backends.guest import wire
 from dsec.errors import Unsupported
 from dsec.layers.store import LayerStore
 from dsec.model import MIB, ExecSpec, LayerRef, PackedLayer
@@ -232,6 +235,28 @@ async def test_a_restore_that_fails_leaves_nothing(yard: Yard, backend: Any, box
     child = await backend.launch(standing_on(yard, backend, layer, box.plan))
     await goes_on(child)
     await child.stop()
+
+
+async def test_an_agent_that_is_given_no_socket_stays_where_it_is(backend: Any, box: Any) -> None:
+    """LISTEN with nothing, or with something that nobody can call, is an error, and the agent is called as before."""
+    path = backend.socket_path(box.plan.ulid)
+
+    def ask(fds: list[int]) -> bytes:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as call:
+            call.settimeout(10)
+            call.connect(path)
+            call.sendall(wire.frame(wire.Type.HELLO, 0, wire.hello(backend.options.generation)))
+            assert call.recv(64)
+            call.sendmsg([wire.frame(wire.Type.LISTEN, 1)], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else [])
+            return call.recv(512)
+
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        for fds in ([], [theirs.fileno()]):
+            answer = await asyncio.to_thread(ask, fds)
+            assert wire.header(answer)[1] == wire.Type.ERROR
+            assert b"listening socket" in answer
+    await goes_on(box)
 
 
 async def test_without_criu_and_on_another_driver_it_says_why(yard: Yard, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -154,6 +154,8 @@ async def test_a_restored_sandbox_is_as_confined_as_any(cluster: Cluster, client
         assert await text(sandbox, f'python3 -c "{CALL}"') == "here\n"
         async with await child.fork(1, kind="memory") as second:  # of one that was restored itself
             assert await text(second.sandboxes[0], f'python3 -c "{CALL}"') == "here\n"
+        await child.pause()
+        assert await text(child, "echo awake") == "awake\n"
         async with child.session() as shell:
             assert (await shell.run("cd /root && pwd")).stdout.text == "/root\n"
     await gone(cluster, client)
