@@ -125,6 +125,11 @@ class Capture:
         return False
 
     def _look(self) -> criu.Image:
+        for table in ("tcp", "tcp6"):
+            path = Path(f"/proc/{self.init}/net/{table}")
+            if path.exists() and criu.far_connections(path.read_text()):
+                text = "its processes cannot be kept: one holds an open TCP connection that leaves the sandbox"
+                raise Unsupported(text, sandbox=self.sandbox, reason="snapshot", fix="close it")
         upper = os.stat(f"/proc/{self.init}/fd/{criu.UPPER_FD}")
         about = Path(f"/proc/{self.init}/fdinfo/{criu.UPPER_FD}").read_text().split()
         name = f"file[{int(about[about.index('mnt_id:') + 1]):x}:{upper.st_ino:x}]"

@@ -88,6 +88,7 @@ def dump_command(path: str, init: int, place: str, freezer: str, upper: str, out
     argv = [path, "dump", "--unprivileged", "--tree", str(init), "--images-dir", place, "--log-file", DUMP_LOG, "-v1", "--leave-running"]
     argv += ["--freeze-cgroup", freezer, "--manage-cgroups=ignore", "--empty-ns", "net", "--external", upper]
     argv += ["--ghost-limit", str(64 << 20), "--file-locks", "--link-remap", "--skip-in-flight"]
+    argv += ["--tcp-established", "--network-lock", "skip"]  # those on loopback: both ends stand still
     for place_inside in sorted(outside):
         argv += ["--external", f"mnt[{place_inside}]:{place_inside}"]
     return argv
@@ -112,7 +113,7 @@ def restore_command(path: str, image: Image, place: str, box: str, root: str, em
     ]
     argv += ["--pidfile", f"{box}/pid", "--root", root, "--manage-cgroups=ignore", "--empty-ns", "net", "--action-script", hook]
     argv += ["--inherit-fd", f"fd[{LISTENER_FD}]:socket:[{image.listener}]", "--inherit-fd", f"fd[{UPPER_FD}]:{image.upper}"]
-    argv += ["--file-locks", "--link-remap", "--skip-in-flight", "--skip-file-rwx-check"]
+    argv += ["--file-locks", "--link-remap", "--skip-in-flight", "--skip-file-rwx-check", "--tcp-established"]
     for inside, what in sorted(image.outside.items()):
         argv += ["--external", f"mnt[{inside}]:{sources.get(what, inside)}"]
     return argv
@@ -126,6 +127,16 @@ def outside_mounts(mountinfo: str) -> Iterator[tuple[str, str]]:
         _, _, _, root, place = left.split()[:5]
         if place != "/" and right.split()[0] not in ("proc", "devpts"):
             yield place, root
+
+
+_QUIET = frozenset(("06", "07", "0A"))  # of TCP's states: time-wait, closed, listening
+_LOOPBACK = re.compile(r"[0-9A-F]{6}7F|0{24}01000000|0{16}0000FFFF[0-9A-F]{6}7F")  # 127/8, ::1, ::ffff:127/8 on a little-endian machine
+
+
+def far_connections(table: str) -> list[str]:
+    """Far ends of TCP connections that leave the sandbox, from its /proc/net/tcp or tcp6, as they are written there."""
+    rows = [line.split() for line in table.splitlines()[1:]]
+    return [row[2] for row in rows if row[3] not in _QUIET and not _LOOPBACK.fullmatch(row[2].partition(":")[0])]
 
 
 # --- images: two magic numbers, then messages of protobuf with their size before them ------------------------------------
@@ -160,7 +171,6 @@ def with_ids(image: bytes, base: int, count: int) -> bytes:
 
 # By a part of CRIU's words: what that means for whoever asked, and what helps.
 _WORDS: tuple[tuple[str, str, str], ...] = (
-    ("Connected TCP socket", "a process holds an open TCP connection", "close it"),
     ("External socket is used", "a process is connected to a socket outside of the sandbox", "close it"),
     ("fsnotify", "a process watches files (inotify)", "end it, or let it look from time to time"),
     ("io_uring", "a process uses io_uring", "end it"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import array
 import asyncio
 import socket
+import subprocess
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,10 @@ import msgspec
 import pytest
 import pytest_asyncio
 
+from dsec import syscalls
 from dsec.backends import criu
 from dsec.backends.base import Instance, LaunchPlan, PackOrder, Undone
+from dsec.backends.capture import in_namespace_of
 from dsec.backends.guest import wire
 from dsec.errors import Unsupported
 from dsec.layers.store import LayerStore
@@ -134,6 +137,10 @@ HELD = {
     "sockets": "import socket; pair = socket.socketpair(); one = socket.socket(socket.AF_UNIX); one.bind('/tmp/u'); one.listen();"
     "two = socket.socket(socket.AF_UNIX); two.connect('/tmp/u'); three = one.accept(); udp = socket.socket(type=socket.SOCK_DGRAM);"
     "udp.bind(('127.0.0.1', 0)); tcp = socket.create_server(('127.0.0.1', 0))",
+    "connection": "import socket, threading; door = socket.create_server(('127.0.0.1', 0));"
+    "near = socket.create_connection(door.getsockname());"
+    "far = door.accept()[0]; threading.Thread(target=lambda: [far.sendall(far.recv(1)) for _ in iter(int, 1)], daemon=True).start();"
+    "talk = lambda: (near.sendall(b'x'), near.recv(1))",
     "files": "import os, fcntl; gone = open('/root/gone', 'w'); gone.write('x' * 9999); gone.flush(); os.unlink('/root/gone');"
     "locked = open('/root/locked', 'w'); fcntl.flock(locked, fcntl.LOCK_EX); os.mkdir('/root/d'); os.chdir('/root/d'); os.rmdir('/root/d')",
     "memory": "import os, mmap, multiprocessing.shared_memory as shared; kept = shared.SharedMemory(create=True, size=1 << 20);"
@@ -148,8 +155,10 @@ COUNTING = """
 import time
 {held}
 turn = 0
+talk = globals().get("talk", int)
 while True:
     turn += 1
+    talk()
     with open("/tmp/{name}", "w") as file:
         file.write(str(turn))
     time.sleep(0.05)
@@ -157,8 +166,8 @@ while True:
 
 
 async def test_what_processes_hold_goes_on(yard: Yard, backend: Any) -> None:
-    """Threads, sockets, files that are gone or locked, shared memory, another user's processes, children, timers, a terminal: each is
-    there in the child as it was, and its process counts on."""
+    """Threads, sockets, a loopback connection, files that are gone or locked, shared memory, another user's processes, children, timers, a
+    terminal: each is there in the child as it was, and its process counts on."""
     box = await backend.launch(yard.plan(backend.node, resources=msgspec.structs.replace(ROOMY, memory=384 * MIB, pids=128)))
     for number, (name, held) in enumerate(HELD.items()):
         program = COUNTING.format(held=held, name=name)
@@ -198,13 +207,15 @@ async def test_what_processes_hold_goes_on(yard: Yard, backend: Any) -> None:
 @pytest.mark.parametrize(
     ("held", "says"),
     [
-        ("import socket; l = socket.create_server(('127.0.0.1', 0)); c = socket.create_connection(l.getsockname())", "TCP connection"),
+        ("import socket; l = socket.create_server(('10.9.8.7', 0)); c = socket.create_connection(l.getsockname())", "TCP connection"),
         ("import ctypes; assert ctypes.CDLL(None).shmget(7, 65536, 0o1600) >= 0", "System V"),
         ("import ctypes; l = ctypes.CDLL(None); assert l.inotify_add_watch(l.inotify_init(), b'/root', 2) >= 0", "inotify"),
     ],
 )
 async def test_what_cannot_be_kept_is_said(backend: Any, box: Any, held: str, says: str) -> None:
     """A typed refusal with the reason; the sandbox goes on as if nobody had asked."""
+    address = ["ip", "address", "add", "10.9.8.7/32", "dev", "lo"]  # any that is not loopback's
+    in_namespace_of(box.pid, "net", syscalls.CLONE_NEWNET, lambda: subprocess.run(address, check=True))
     await box.link.start("6" * 32, ExecSpec(argv=("python3", "-c", COUNTING.format(held=held, name="held")), background=True))
     async with asyncio.timeout(30):
         while (await sh(box, "cat /tmp/held"))[0]:  # noqa: ASYNC110 - a process inside tells nobody
