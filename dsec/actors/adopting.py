@@ -153,9 +153,9 @@ class Adoption:
         if instance is not None:
             sandbox.hold(instance)
         if record.lease:
-            # A restarted Edge cannot know which claims were acknowledged: all count as claimed, and the lease gets a whole period.
+            # The lease gets a whole period, and so has its client to name what it had not named yet.
             lease, owner = lease_of(record.principal, record.lease), (record.principal, record.project)
-            self.edge.leases.add(lease, owner, record.lease_ttl_ms / 1000, record.ulid, now, claimed=True)
+            self.edge.leases.add(lease, owner, record.lease_ttl_ms / 1000, record.ulid, now, claimed=not record.unclaimed)
         recorded, unfinished = record.state, record.state is not State.PAUSED
         if record.still_at:  # it stood still while no Edge was there
             record.stood_ms, record.still_at = record.stood_ms + max(0, round((now - record.still_at) * 1000)), 0.0

@@ -208,6 +208,7 @@ class Intake:
             spec=spec,
             lease=lease.id if lease else "",
             lease_ttl_ms=lease.ttl_ms if lease else 0,
+            unclaimed=lease is not None,
             slot=slot,
             layers=resolved.refs,
             degraded=plan.degraded,

@@ -69,6 +69,7 @@ class Record(msgspec.Struct, kw_only=True, omit_defaults=True):
     state: State = State.PENDING
     lease: str = ""
     lease_ttl_ms: int = 0
+    unclaimed: bool = False  # its lease has not named it yet
     slot: int = 0  # number that no other live sandbox of the node has
     layers: tuple[LayerRef, ...] = ()
     degraded: tuple[str, ...] = ()

@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import functools
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
 import msgspec
@@ -65,7 +65,7 @@ from dsec.bus.messages import (
     StopRequest,
 )
 from dsec.bus.subjects import Caller
-from dsec.errors import DsecError, InvalidRequest, NotFound, SandboxGone, to_body
+from dsec.errors import DsecError, InvalidRequest, NodeError, NotFound, SandboxGone, to_body
 from dsec.model import Checkpoint, ExecSpec, Exit, ExitReason, FileReply, FileRequest, Paused, SandboxInfo
 
 LIST_BYTES = 600_000  # of one ListReply, estimated
@@ -480,7 +480,7 @@ class Verbs:
         return Empty()
 
     # ------------------------------------------------------------------ leases
-    def renew(self, context: Context, request: LeaseRenew) -> LeaseAck:
+    async def renew(self, context: Context, request: LeaseRenew) -> LeaseAck:
         caller = context.caller
         assert caller is not None
         edge, now = self.edge, time.monotonic()
@@ -499,7 +499,20 @@ class Verbs:
             if sandbox is not None and self._owned(ulid, owner):
                 edge.spawn(sandbox.stop(how=Exit(reason=ExitReason.REQUESTED, detail="dropped by its client")))
         unknown = tuple(ulid for ulid in renewed.unknown if not self._owned(ulid, owner))
+        await self._claimed([ulid for ulid in request.claims if self._owned(ulid, owner)])
         return LeaseAck(seq=request.seq, held=renewed.held, unknown=unknown)
+
+    async def _claimed(self, ulids: Iterable[str]) -> None:
+        """On disk before it is acknowledged: a restarted Edge reaps what no lease has named, and its client does not name it twice."""
+        fresh = [sandbox.record for ulid in ulids if (sandbox := self.edge.sandboxes[ulid]).record.unclaimed]
+        for record in fresh:
+            record.unclaimed = False
+        try:
+            await asyncio.gather(*(self.edge.store.update(record) for record in fresh))
+        except NodeError:
+            for record in fresh:
+                record.unclaimed = True
+            raise
 
     def _owned(self, ulid: str, owner: tuple[str, str]) -> bool:
         sandbox = self.edge.sandboxes.get(ulid)
