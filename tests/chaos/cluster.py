@@ -41,6 +41,7 @@ class Boxes:
         self.census = Census(roots=[place], tokens=edges, keep=[place])
         self._before = self.census.snapshot()
         self._serving = set[str]()
+        self._peace = False
         self._last: dict[str, str] = {}  # where an actor has died last
         self._keepers: dict[str, asyncio.Task[None]] = {}
         self._away: dict[str, asyncio.Future[None]] = {}  # actors that are to stay dead for a while
@@ -60,10 +61,13 @@ class Boxes:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        for keeper in self._keepers.values():
-            keeper.cancel()
-        await asyncio.gather(*self._keepers.values(), return_exceptions=True)
-        await self.cluster.stop()
+        try:
+            await self.calm()  # an Edge that is not there cannot end its sandboxes
+        finally:
+            for keeper in self._keepers.values():
+                keeper.cancel()
+            await asyncio.gather(*self._keepers.values(), return_exceptions=True)
+            await self.cluster.stop()
 
     def check(self) -> None:
         """Raises what has ended the keeper of an actor: one that could not be started."""
@@ -86,13 +90,13 @@ class Boxes:
             if waiting is not None:
                 await waiting
             await asyncio.sleep(START_AGAIN)
-            await self.start(child, armed=True)
+            await self.start(child, armed=not self._peace)
 
     def _mortal(self, child: Child) -> bool:
         """Whether it has an order to die, or one is waiting for it."""
-        return faults.VARIABLE in child.environment or (
-            child.name != HEALTHY and child.kind in self.points and bool(self.points[child.kind].missing)
-        )
+        if self._peace or child.name == HEALTHY or child.kind not in self.points:
+            return False
+        return faults.VARIABLE in child.environment or bool(self.points[child.kind].missing)
 
     async def start(self, child: Child, *, armed: bool) -> None:
         """Until it serves. It may die on its way up, of its order or from outside: then again."""
@@ -132,7 +136,8 @@ class Boxes:
         return True
 
     async def calm(self) -> None:
-        """All actors serve, and none has an order to die."""
+        """From now on all actors serve, and none has an order to die."""
+        self._peace = True
         await self.cluster_nats()
         for child in self.cluster.children:
             keeper = self._keepers.pop(child.name)
