@@ -14,8 +14,10 @@ from dsec.bus import codec
 from dsec.bus.messages import BurstNews, CreateItem
 from dsec.errors import DsecError, InvalidRequest, from_body
 from dsec.model import LayerRef, SandboxId, SandboxSpec
+from libdsec.spec import whole
 
 SLICE_BYTES = 400_000
+SLICE_SPECS = 4_000  # a worker's way to the bus takes no more at once
 BURST_LIMIT = 1_000_000
 
 
@@ -30,9 +32,7 @@ def expand(spec: SandboxSpec | Sequence[SandboxSpec], n: int | None) -> list[San
     """The spec of every index. One spec is repeated ``n`` times; a list stands for itself and ``n`` may only repeat its length."""
     if isinstance(spec, SandboxSpec):
         count = 1 if n is None else n
-        if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= BURST_LIMIT:
-            raise InvalidRequest("is out of range", field="n", value=count, fix=f"use a whole number from 1 to {BURST_LIMIT}")
-        return [spec] * count
+        return [spec] * whole(count, "n", 1, BURST_LIMIT)
     specs = list(spec)
     for at, item in enumerate(specs):
         if not isinstance(item, SandboxSpec):
@@ -61,7 +61,7 @@ def slices(specs: Sequence[SandboxSpec], indices: Sequence[int] | None = None, l
                 raise InvalidRequest(f"is {len(key)} bytes long, more than {limit}", field="spec", fix="put large values into files")
         number = table.get(key)
         cost = 24 + (len(key) if number is None else 0)
-        if used + cost > limit and items:
+        if items and (used + cost > limit or (number is None and len(chosen) >= SLICE_SPECS)):
             yield Slice(tuple(chosen), tuple(CreateItem(spec=s, first=f, count=c) for s, f, c in items))
             table, chosen, items, used, number = {}, [], [], 0, None
             cost = 24 + len(key)

@@ -13,7 +13,7 @@ from typing import Any
 
 from dsec.bus import call, codec
 from dsec.bus.grants import Grant, narrow, within
-from dsec.bus.messages import CreateRequest
+from dsec.bus.messages import CreateEnvelope, CreateRequest
 from dsec.bus.subjects import ROOT
 from dsec.errors import Denied, DsecError, InvalidRequest
 
@@ -21,6 +21,9 @@ LINE = 4096  # bytes of one line, as nats-server has it
 SUBSCRIPTIONS = 1_000  # of one connection
 CREATE = 900_000  # bytes of a create, which is looked into as a whole
 COSTLY = 4_096  # bytes of a create that count as a message
+SPECS = 4_096  # of one create: each is made anew here, and all of them while nobody else is served
+SPECS_COSTLY = 8  # of them that count as a message
+DEEP = 16  # tokens of an inbox, so many are looked at
 REMEMBERED = 1_024  # subjects that need not be looked at again
 # What a message may bear: others mean something to nats-server (it would tell a trace of the message to whatever subject one names).
 HEADERS = (call.REQUEST_ID, call.DEADLINE, call.TRACE)
@@ -74,6 +77,9 @@ class Gate:
         self._connect = connect
         self._allowed: set[str] = set()  # subjects that were looked at before
         self._subs: dict[str, str] = {}
+        self._listens: dict[str, str] = {}  # the other way round: what was subscribed to, and as what
+        self._heard_of: dict[str, int] = {}  # messages that a subscription has had, and
+        self._most: dict[str, int] = {}  # with how many it ends by itself
         self._line = bytearray()  # of the client, not whole yet
         self._left = 0  # bytes of a payload that are still to come, with its end of line
         self._tail = b""  # what has come of that
@@ -194,16 +200,27 @@ class Gate:
         elif sid not in self._subs and len(self._subs) >= SUBSCRIPTIONS:
             self._end("Maximum Subscriptions Exceeded")
         else:
-            self._subs[sid] = subject
+            self._drop(sid)
+            self._subs[sid], self._listens[subject], self._heard_of[sid] = subject, sid, 0
             self.up += f"SUB {subject} {queue} {sid}\r\n".encode() if queue else f"SUB {subject} {sid}\r\n".encode()
 
     def _on_unsub(self, sid: str, most: str) -> None:
         if not _SID.fullmatch(sid) or (most and not _NUMBER.fullmatch(most)):
             self._end("Unknown Protocol Operation")
         elif sid in self._subs:
-            if not most:
-                del self._subs[sid]
+            if not int(most or 0) or self._heard_of[sid] >= int(most):
+                self._drop(sid)
+            else:
+                self._most[sid] = int(most)
             self.up += f"UNSUB {sid} {most}\r\n".encode() if most else f"UNSUB {sid}\r\n".encode()
+
+    def _drop(self, sid: str) -> None:
+        """It is one no more."""
+        subject = self._subs.pop(sid, "")
+        if self._listens.get(subject) == sid:
+            del self._listens[subject]
+        self._heard_of.pop(sid, None)
+        self._most.pop(sid, None)
 
     def _on_pub(self, subject: str, reply: str, headers: str, total: str) -> None:
         good = _SUBJECT.fullmatch(subject) and (not reply or _SUBJECT.fullmatch(reply))
@@ -274,6 +291,10 @@ class Gate:
     def _created(self, body: bytes) -> None:
         """A create is whole: what it asks for is narrowed to what the job may have."""
         try:
+            specs = len(codec.decode(body, CreateEnvelope).specs)
+            self.messages += specs // SPECS_COSTLY
+            if specs > SPECS:
+                raise InvalidRequest("too many specs in one create", field="specs", value=specs, fix=f"{SPECS} are most: send it in slices")
             request = narrow(self.grant, codec.decode(body, CreateRequest))
             body = codec.encode(request, json=codec.is_json(body), limit=self._max_payload - len(self._head))
         except DsecError as error:
@@ -297,13 +318,22 @@ class Gate:
         self._answer(reply, error)
 
     def _answer(self, reply: str, error: DsecError) -> bool:
-        sid = next((sid for sid, pattern in self._subs.items() if within((pattern,), reply)), "") if reply else ""
-        if not sid:
+        if not (sid := self._listener(reply)):
             return False
         body = error.body()
         block, data = wire_headers(call.error_headers(body)), codec.encode(body)
         self._tell(f"HMSG {reply} {sid} {len(block)} {len(block) + len(data)}\r\n".encode() + block + data + b"\r\n")
         return True
+
+    def _listener(self, reply: str) -> str:
+        """The subscription that hears of ``reply``; "" where only one with a `*` in its middle might. Each is not looked at: there may be a
+        thousand, and a stranger asks thousands of times a second."""
+        above, _, _ = reply.rpartition(".")
+        patterns = [reply, f"{above}.*"]
+        while above and len(patterns) < DEEP:
+            patterns.append(f"{above}.>")
+            above = above.rpartition(".")[0]
+        return next((self._listens[pattern] for pattern in patterns if pattern in self._listens), "")
 
     def _error(self, text: str) -> None:
         self._tell(f"-ERR '{text}'\r\n".encode())
@@ -346,11 +376,12 @@ class Gate:
     def _heard(self, line: bytes) -> None:
         what = line[:5].upper()
         if what.startswith((b"MSG ", b"HMSG ")):
-            size = line.rstrip().rpartition(b" ")[2]
-            if not size.isdigit():
+            words = line.split()
+            if len(words) < 4 or not (size := words[-1]).isdigit():
                 raise InvalidRequest("nats-server sent a message without its size", field="line", value=repr(line[:80]))
             self.down += line
             self._skip = int(size) + 2
+            self._count(words[2].decode("latin-1"))
         elif what.startswith(b"PING"):
             if self._left and self._pass:  # not into the middle of a message
                 self._pong = True
@@ -358,3 +389,10 @@ class Gate:
                 self.up += b"PONG\r\n"
         elif not what.startswith(b"INFO"):
             self.down += line
+
+    def _count(self, sid: str) -> None:
+        """One more message for it; nats-server ends it by itself with the last that was wished for."""
+        if sid in self._heard_of:
+            self._heard_of[sid] += 1
+            if self._heard_of[sid] == self._most.get(sid):
+                self._drop(sid)

@@ -11,12 +11,13 @@ import msgspec
 from dsec.bus import subjects
 from dsec.bus.messages import CreateRequest
 from dsec.bus.subjects import BELOW, ROOT, project_tokens
-from dsec.errors import Denied
+from dsec.errors import Denied, InvalidRequest
 from dsec.model import SandboxSpec, Worker
 
 LABEL = "dsec.job"  # the id of the worker, on it and on all that its job makes
 MANY = ("list", "stop", "pause", "resume", "prune", "checkpoints", "uncheckpoint", "cancel")
 DEEPEST = 4  # workers of workers
+LABELS = 100_000  # of a job that one create may bear, all specs together: there is no room for more in a message
 
 
 class Grant(msgspec.Struct, frozen=True, kw_only=True):
@@ -72,6 +73,12 @@ def narrow(grant: Grant, request: CreateRequest) -> CreateRequest:
     """The request as it goes on: every sandbox with the job's mark, and none that may more than the job. Raises `Denied`."""
     if not request.inbox.startswith(grant.inbox):
         raise Denied("not an inbox of this job", field="inbox", value=request.inbox, fix=f"use one below {grant.inbox}")
+    if len(request.specs) * len(grant.labels) > LABELS:
+        raise InvalidRequest(
+            f"{len(request.specs)} specs with the {len(grant.labels)} labels of this job each",
+            field="specs",
+            fix=f"{LABELS} labels are most: send it in slices",
+        )
     specs = tuple(_narrow(grant, spec, f"specs[{at}]") for at, spec in enumerate(request.specs))
     return msgspec.structs.replace(request, specs=specs)
 

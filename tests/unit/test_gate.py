@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dsec.bus import codec, subjects
-from dsec.bus.gate import LINE, Bucket, Gate
+from dsec.bus.gate import LINE, SPECS, Bucket, Gate
 from dsec.bus.grants import DEEPEST, LABEL, Grant, narrow, within
 from dsec.bus.messages import CreateItem, CreateRequest
 from dsec.errors import Denied, ErrorBody
 from dsec.model import NetworkPolicy, SandboxSpec, Worker
+from libdsec import plan
 
 WORKER = "n1-01j8z7q0000000000000000000"
 JOB = subjects.job("local", WORKER)
@@ -284,6 +286,69 @@ def test_subscriptions_are_counted() -> None:
     for number in range(1001):
         made.client(f"SUB {INBOX}.{number} {number}\r\n".encode())
     assert made.over == "Maximum Subscriptions Exceeded"
+
+
+def test_a_subscription_that_ends_by_itself_counts_no_longer() -> None:
+    """A client that makes one for every question, and lets the server end it with the answer, goes on for ever; what has had fewer messages
+    than it may is still one, also for a client that only says that it will end."""
+    made = gate()
+    for number in range(3000):
+        made.client(f"SUB {INBOX}.{number} {number}\r\nUNSUB {number} 1\r\n".encode())
+        made.server(f"MSG {INBOX}.{number} {number} 2\r\nok\r\n".encode())
+    assert not made.over
+    made = gate()
+    for number in range(1001):
+        made.client(f"SUB {INBOX}.{number} {number}\r\nUNSUB {number} 2\r\n".encode())
+        made.server(f"MSG {INBOX}.{number} {number} 2\r\nok\r\n".encode())
+    assert made.over == "Maximum Subscriptions Exceeded"
+
+
+def test_a_refusal_costs_the_same_with_a_thousand_subscriptions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who listens for the answer is looked up: not every subscription is compared for each message that goes nowhere."""
+    made = gate()
+    for number in range(1000):
+        made.client(f"SUB {INBOX}.a.{number}.* {number}\r\n".encode())
+    looked = 0
+
+    def counting(patterns: tuple[str, ...], subject: str) -> bool:
+        nonlocal looked
+        looked += 1
+        return within(patterns, subject)
+
+    monkeypatch.setattr("dsec.bus.gate.within", counting)
+    for reply, sid in ((f"{INBOX}.a.7.x", "7"), (f"{INBOX}.b.7.x", "")):
+        made.down.clear()
+        made.client(f"PUB dsec.v1.main.api.view.{JOB}.acme.rl {reply} 0\r\n\r\n".encode())
+        assert made.down.startswith(f"HMSG {reply} {sid} ".encode() if sid else b"-ERR ")
+    assert looked < 20
+
+
+@pytest.mark.parametrize("labels", [0, 200])
+def test_a_create_does_not_multiply(labels: int) -> None:
+    """Many small specs in one create would hold up all others, and each of them with a worker's many labels would fill the memory."""
+    made = gate(msgspec.structs.replace(GRANT, labels={f"l{number}": "v" for number in range(labels)}))
+    made.client(f"SUB {INBOX}.1 9\r\n".encode())
+    made.up.clear()
+    specs = (SandboxSpec(image="i"),) * (1000 if labels else 50_000)
+    body = codec.encode(CreateRequest(burst="b", specs=specs, items=(), inbox=INBOX, deadline_ms=1000))
+    before = made.messages
+    made.client(f"PUB {GRANT.create} {INBOX}.1 {len(body)}\r\n".encode() + body + b"\r\n")
+    assert not made.up
+    assert made.messages - before > len(specs) // 16
+    told = codec.decode(bytes(made.down).split(b"\r\n\r\n", 1)[1][:-2], ErrorBody)
+    assert (told.code, told.field) == ("invalid", "specs")
+
+
+def test_a_worker_creates_thousands_of_different_sandboxes() -> None:
+    """The client's slices are none too many for the gate."""
+    specs = [SandboxSpec(image="i", hostname=f"h{number}") for number in range(SPECS + 1000)]
+    parts = list(plan.slices(specs))
+    assert sum(len(part.specs) for part in parts) == len(specs)
+    for part in parts:
+        made = gate()
+        body = codec.encode(CreateRequest(burst="b", specs=part.specs, items=part.items, inbox=INBOX, deadline_ms=1000))
+        made.client(f"PUB {GRANT.create} {len(body)}\r\n".encode() + body + b"\r\n")
+        assert made.up
 
 
 @given(st.binary(max_size=600))
