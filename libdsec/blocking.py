@@ -224,7 +224,9 @@ class Client(Named):
         return _iterate(self._running(), self._client.events(labels, since=since, follow=follow))
 
 
-class SandboxContext:
+class SandboxContext(Named):
+    _meant = names.CONTEXT
+
     def __init__(self, client: Client, context: aio.SandboxContext) -> None:
         self._client = client
         self._context = context

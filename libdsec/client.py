@@ -374,8 +374,10 @@ class Client(Many, Named):
             self._leases.claim(mine)
 
 
-class SandboxContext:
+class SandboxContext(Named):
     """A sandbox that lives as long as its block."""
+
+    _meant = names.CONTEXT
 
     def __init__(self, client: Client, made_of: SandboxSpec, timeout: float) -> None:
         self.spec = made_of

@@ -118,6 +118,10 @@ class Files(Named):
         if stat_module.S_ISREG(info.st_mode):
             if getattr(info, "st_blocks", 0) * 512 < info.st_size - HOLE:  # holes are not sent
                 folder, name = posixpath.split(_path(target))
+                if not name:
+                    raise InvalidRequest(
+                        "is a directory", field="path", value=target, fix=f"give the file's own name, such as {folder}/NAME"
+                    )
                 return await upload_tree(self._sandbox, self._user, local, folder, owners, progress, name)
             return await self._upload_file(local, target, info, progress)
         if not stat_module.S_ISDIR(info.st_mode):
@@ -308,8 +312,8 @@ class Files(Named):
     async def _put(self, path: str, pieces: AsyncIterator[bytes], mode: int) -> int:
         """Write under a temporary name beside ``path``, then rename; bytes written."""
         target = _path(path)
-        if target == "/":
-            raise InvalidRequest("is a directory", field="path", value=path)
+        if target.endswith("/"):
+            raise InvalidRequest("is a directory", field="path", value=path, fix=f"give the file's own name, such as {target}NAME")
         mode = whole(mode, "mode", 0, 0o7777)
         name = posixpath.basename(target)
         temp = posixpath.join(posixpath.dirname(target), f".{name[:200]}.{secrets.token_hex(6)}")
@@ -327,6 +331,8 @@ class Files(Named):
                 await asyncio.wait_for(asyncio.shield(self.remove(temp, missing_ok=True)), 5)
             if isinstance(error, DsecError) and error.value == temp:
                 error.value = path
+            if isinstance(error, InvalidRequest) and error.message == "Is a directory" and not error.fix:
+                error.fix = f"give the file's own name, such as {target}/NAME"
             raise
         return size
 

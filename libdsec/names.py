@@ -55,6 +55,10 @@ SANDBOX = {
     "branch": "sandbox.fork(n)",
     "clone": "sandbox.fork(n)",
 }
+CONTEXT = dict.fromkeys(
+    ("exec", "start", "session", "terminal", "files", "id", "stop", "run", "commands", "fork", "checkpoint"),
+    "the sandbox that its block gives (`async with client.sandbox(image) as sandbox`), or client.create(image) for one that stays",
+)
 FILES = {
     "make_dir": "files.mkdir(path)",
     "makedirs": "files.mkdir(path)",

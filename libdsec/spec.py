@@ -178,13 +178,17 @@ def choice(value: object, field: str, allowed: tuple[str, ...]) -> str:
 
 
 def number(value: object, field: str, low: float, high: float) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or not low <= value <= high:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise wrong(f"must be a number, not {type(value).__name__}", field, value, f"use a number from {low:g} to {high:g}")
+    if not math.isfinite(value) or not low <= value <= high:
         raise wrong("is out of range", field, value, f"use a number from {low:g} to {high:g}")
     return float(value)
 
 
 def whole(value: object, field: str, low: int, high: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise wrong(f"must be a whole number, not {type(value).__name__}", field, value, f"use a whole number from {low} to {high}")
+    if not low <= value <= high:
         raise wrong("is out of range", field, value, f"use a whole number from {low} to {high}")
     return value
 
@@ -236,7 +240,7 @@ def worker_limits(value: bool | Worker) -> Worker | None:
 
 def option_meant(name: str) -> str:
     """The fix for an option that there is not: the likely one, or all of them."""
-    known = sorted(Options.__annotations__)
+    known = sorted([*Options.__annotations__, "timeout"])  # the latter is of the calls that make sandboxes, not of what they make
     near = [ALIASES[name]] if name in ALIASES else difflib.get_close_matches(name, known, n=1, cutoff=0.7)
     return f"did you mean {near[0]}?" if near else f"the options are {', '.join(known)}"
 

@@ -12,12 +12,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import fcntl
 import json
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -31,7 +32,7 @@ from dsec.actors import noted
 from dsec.bus.bus import loop_name
 from dsec.bus.server import NatsServer, tail
 from dsec.config import Config
-from dsec.errors import InvalidRequest, NodeError, Unsupported
+from dsec.errors import Conflict, InvalidRequest, NodeError, Unsupported
 
 log = structlog.get_logger("dsec.up")
 _PR_SET_PDEATHSIG = 1
@@ -257,14 +258,34 @@ def _build_guest() -> None:
         raise Unsupported(f"the guest programs were not built: {error}", reason="guest", fix="pip install ziglang") from error
 
 
+@contextlib.contextmanager
+def _held(state_dir: str) -> Iterator[None]:
+    """The state directory is this process's until the end of the block: two nats-servers on one JetStream directory would spoil it."""
+    folder = Path(state_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = os.open(folder / "up.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            fix = "use that one, end it, or give --state-dir another directory"
+            raise Conflict("another `dsec up` runs in this state directory", field="edge.state_dir", value=state_dir, fix=fix) from None
+        yield
+    finally:
+        os.close(lock)
+
+
 async def up(config: Config, *, ready_file: str = "") -> int:
     """`dsec up`: the cluster until SIGTERM, Ctrl+C or the death of a child. Prints {"ready": "up", "url": …} when it serves.
 
-    Returns the process's exit code: 1 when a child died by itself. Raises `InvalidRequest` for replicas, which need other servers.
+    Returns the process's exit code: 1 when a child died by itself. Raises `InvalidRequest` for replicas, which need other servers, and
+    `Conflict` where another one runs in the same state directory.
     """
     if (replicas := config.bus.events_replicas) > 1:
         fix = "use 1 here; in a cluster of nats-servers run `dsec serve` for each actor, with bus.url naming them all"
         raise InvalidRequest("`dsec up` runs one nats-server", field="bus.events_replicas", value=replicas, fix=fix)
+    held, noting = contextlib.ExitStack(), contextlib.ExitStack()
+    held.enter_context(_held(config.edge.state_dir))
     over = asyncio.Event()
     loop = asyncio.get_running_loop()
     for signum in (signal.SIGTERM, signal.SIGINT):
@@ -274,7 +295,6 @@ async def up(config: Config, *, ready_file: str = "") -> int:
         config.edge.state_dir, backends=config.edge.backends, edges=(name,), schedulers=config.up.schedulers, config=config,
         port=config.up.nats_port,
     )  # fmt: skip
-    stack = contextlib.ExitStack()
     starting = asyncio.ensure_future(cluster.start())
     interrupted = asyncio.ensure_future(over.wait())
     try:
@@ -285,7 +305,7 @@ async def up(config: Config, *, ready_file: str = "") -> int:
             return 130
         await starting
         note = noted.Note(os.getpid(), cluster.url, str(cluster.edges[name].config_path))
-        stack.enter_context(noted.noted(note, noted.folder()))
+        noting.enter_context(noted.noted(note, noted.folder()))
         said = {"ready": "up", "url": cluster.url, "edges": list(cluster.edges), "state_dir": str(cluster.dir), "pid": os.getpid()}
         said |= {"loop": loop_name()}
         line = json.dumps(said) + "\n"
@@ -304,5 +324,6 @@ async def up(config: Config, *, ready_file: str = "") -> int:
         return 0
     finally:
         interrupted.cancel()
-        stack.close()
+        noting.close()
         await cluster.stop()
+        held.close()

@@ -26,18 +26,26 @@ class Runner(click.Command):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         at = args.index("--") if "--" in args else len(args)
-        moved = self._options_first(ctx, args[:at])
-        return super().parse_args(ctx, args if moved is None else [*moved, *args[at:]])
+        unread: click.UsageError | None = None
+        try:
+            moved = self._options_first(ctx, args[:at])
+        except click.UsageError as error:
+            moved, unread = None, error
+        left = super().parse_args(ctx, args if moved is None else [*moved, *args[at:]])
+        command = ctx.params.get("command") or ("",)
+        if command[0].startswith("-") and command[0] != "--":  # an option that was not read as one is no program's name
+            raise unread or click.UsageError("options stand before IMAGE or ID, or -- after them: what follows is the command", ctx)
+        return left
 
     def _options_first(self, ctx: click.Context, head: list[str]) -> list[str] | None:
-        """``head`` with its one argument at the end; None when it holds more than one: then the ``--`` belongs to the command."""
+        """``head`` with its one argument at the end; None when it holds more than one: then the ``--`` belongs to the command.
+
+        Raises UsageError for what cannot be read as options.
+        """
         options = [param for param in self.params if isinstance(param, click.Option)]
         parser = click.Command(self.name, params=list(options)).make_parser(ctx)
         parser.allow_interspersed_args = True
-        try:
-            _, words, _ = parser.parse_args(list(head))
-        except click.UsageError:
-            return None
+        _, words, _ = parser.parse_args(list(head))
         if len(words) != 1:
             return None
         at = len(head) - 1 - head[::-1].index(words[0])

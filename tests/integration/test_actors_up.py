@@ -16,8 +16,8 @@ import libdsec
 from dsec import config as configs
 from dsec.actors.up import Cluster
 from dsec.actors.up import up as run_up
-from dsec.config import BusConfig, Config
-from dsec.errors import InvalidRequest, NodeError
+from dsec.config import BusConfig, Config, EdgeConfig
+from dsec.errors import Conflict, InvalidRequest, NodeError
 from tests.integration.actors_box import SPEC
 
 _UP = """import sys
@@ -99,6 +99,20 @@ async def test_one_server_has_no_replicas(state_dir: Path) -> None:
         await run_up(Config(bus=BusConfig(events_replicas=3)))
     assert caught.value.field == "bus.events_replicas"
     assert not list(state_dir.iterdir())
+
+
+async def test_a_state_directory_is_one_cluster_s(state_dir: Path) -> None:
+    """A second `dsec up` there starts nothing and says what to do; the first one's servers and files stay as they are."""
+    first = await _start(state_dir)
+    written = (state_dir / "nats" / "nats.conf").stat().st_mtime_ns
+    with pytest.raises(Conflict, match="another `dsec up` runs in this state directory") as caught:
+        await run_up(Config(edge=EdgeConfig(state_dir=str(state_dir), backends=("fake",), name="other")))
+    assert (caught.value.field, caught.value.value) == ("edge.state_dir", str(state_dir))
+    assert caught.value.fix
+    assert (state_dir / "nats" / "nats.conf").stat().st_mtime_ns == written
+    first.process.terminate()
+    assert await asyncio.wait_for(first.process.wait(), 20) == 0
+    await _gone(first.children)
 
 
 async def test_kill_9_takes_the_tree_along(state_dir: Path) -> None:

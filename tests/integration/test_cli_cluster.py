@@ -47,6 +47,11 @@ def test_run_is_like_docker_run(dsec: Cli) -> None:
     assert dsec("run", *FAKE, "--timeout", "0.2", "img", "sleep", "30").returncode == 137
     assert dsec("run", *FAKE, "img", "no-such-program").returncode == 127
     assert dsec("run", *FAKE, "missing", "true").returncode == 125
+    wrong = {("--memry", "1g", "--", "true"): b"--memry", ("-m",): b"-m", ("-m", "1GiB", "true"): b"before IMAGE or ID"}
+    for words, told in wrong.items():  # no program's name begins with a dash
+        done = dsec("run", *FAKE, "img", *words)
+        assert done.returncode == 2
+        assert told in done.stderr
     result = json.loads(dsec("run", *FAKE, "--json", "img", "--", "/bin/sh", "-c", "echo x; exit 4").stdout)
     assert (result["exit_code"], result["stdout"]) == (4, "x\n")
     assert dsec("ls", "-q").stdout == b""

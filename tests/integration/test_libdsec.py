@@ -160,7 +160,11 @@ async def test_files(dsec: Client, tmp_path: Path) -> None:
             await sb.files.read("/missing")
         with pytest.raises(NotFound):
             await sb.files.upload(tmp_path / "missing", "/x")
+        for target in ("/tmp/", "/absent/"):  # of a file, the target is its own name
+            with pytest.raises(InvalidRequest, match=f"give the file's own name, such as {target}NAME"):
+                await sb.files.upload(tmp_path / "src", target)
         assert not await sb.files.exists("/missing")
+        assert not await sb.files.exists("/absent")
         await sb.files.remove("/big")
         await sb.files.remove("/big", missing_ok=True)
         assert sorted(entry.name for entry in await sb.files.list("/tmp")) == ["a"]  # and no temporary names

@@ -243,7 +243,15 @@ def test_every_sandbox_is_claimed_or_dropped_never_both(story: list[tuple[str, i
 
 @pytest.mark.parametrize(
     ("name", "meant"),
-    [("mem_limit", "memory"), ("envs", "env"), ("cpu", "cpus"), ("cwd", "workdir"), ("metadata", "labels"), ("memroy", "memory")],
+    [
+        ("mem_limit", "memory"),
+        ("envs", "env"),
+        ("cpu", "cpus"),
+        ("cwd", "workdir"),
+        ("metadata", "labels"),
+        ("memroy", "memory"),
+        ("timout", "timeout"),
+    ],
 )
 def test_an_option_of_another_sdk_is_told_by_our_name(name: str, meant: str) -> None:
     """What E2B, Modal or Docker call it, and what is misspelt, is answered with the name here."""
@@ -264,6 +272,9 @@ def test_the_names_behind_other_names_are_options() -> None:
         (lambda: spec("x", network=False), "network"),  # type: ignore[arg-type]
         (lambda: spec("x", devices=1), "devices"),  # type: ignore[arg-type]
         (lambda: spec("x", toolkits=7), "toolkits"),  # type: ignore[arg-type]
+        (lambda: spec("x", cpus="1"), "cpus"),  # type: ignore[arg-type]
+        (lambda: spec("x", pids=2.5), "pids"),  # type: ignore[arg-type]
+        (lambda: expand(spec("x"), "8"), "n"),  # type: ignore[arg-type]
         (lambda: argv(None), "cmd"),  # type: ignore[arg-type]
         (lambda: argv(3), "cmd"),  # type: ignore[arg-type]
         (lambda: files._content(None), "data"),  # type: ignore[arg-type]

@@ -10,17 +10,20 @@ import pytest
 import libdsec
 import libdsec.blocking
 from libdsec import names
+from libdsec.client import SandboxContext
 
-TABLES = {"client": names.CLIENT, "sandbox": names.SANDBOX, "files": names.FILES}
+TABLES = {"client": names.CLIENT, "sandbox": names.SANDBOX, "files": names.FILES, "context": names.CONTEXT}
 CLASSES: dict[str, tuple[type, ...]] = {
     "client": (libdsec.Client, libdsec.blocking.Client),
     "sandbox": (libdsec.Sandbox, libdsec.blocking.Sandbox),
     "files": (libdsec.Files, libdsec.blocking.Files),
+    "context": (SandboxContext, libdsec.blocking.SandboxContext),
 }
 OURS = {  # set when they are made
     "sandbox": {"files", "id", "labels"},
     "client": set(),
     "files": set(),
+    "context": set(),
 }
 
 
