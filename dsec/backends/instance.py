@@ -86,14 +86,19 @@ class ContainerInstance:
     async def answers(self, timeout: float) -> None:
         """Until the agent answers, its sandbox ends or ``timeout`` seconds pass (`NodeError`)."""
         patience = asyncio.timeout(timeout)
+        waiting = True
 
         def ended(_: asyncio.Future[Exit]) -> None:
-            patience.reschedule(0.0)
+            if waiting:  # it may be called a moment after it was taken away
+                patience.reschedule(0.0)
 
         self._gone.add_done_callback(ended)
         try:
             async with patience:
-                await self.link.reach()
+                try:
+                    await self.link.reach()
+                finally:
+                    waiting = False
         except (TimeoutError, DsecError) as error:
             if isinstance(error, DsecError):  # the end of who held the socket is seen a little before the sandbox's
                 await asyncio.wait([self._gone], timeout=LAST_WORDS)
