@@ -21,7 +21,7 @@ from dsec.errors import DsecError, SandboxGone
 from dsec.model import SandboxId, SandboxSpec
 from tests.chaos import kills
 from tests.chaos.cluster import Boxes
-from tests.chaos.load import BOUND, EFFECTS, Load, command
+from tests.chaos.load import BOUND, EFFECTS, LEASE, Load, command
 from tests.chaos.model import Oracle, Wrong
 
 PATIENCE = 60.0  # seconds until what is not under way any more must be as it should
@@ -159,7 +159,7 @@ class Campaign:
             "busybox", backend="container" if self.container else "fake", cpus=0.25, memory="48MiB", disk="8MiB", pids=32,
             on_client_loss="keep", exec_timeout=60.0,
         )  # fmt: skip
-        async with libdsec.connect(url, lease_ttl=5.0, connect_timeout=BOUND) as client, Load(url, self.oracle, self.seed, spec) as load:
+        async with libdsec.connect(url, lease_ttl=LEASE, connect_timeout=BOUND) as client, Load(url, self.oracle, self.seed, spec) as load:
             job = Job(load, self.oracle, client, self.boxes.place / "job.log")
             running = asyncio.ensure_future(job.run())
             try:
@@ -192,7 +192,9 @@ class Campaign:
         async with asyncio.timeout(3 * BOUND):
             await asyncio.gather(load.rest(), job.rest())
         self.boxes.check()
+        self.boxes.resting = True
         await self._check(client)
+        self.boxes.resting = False
 
     async def _strike(self, kill: kills.Kill, job: Job) -> None:
         await asyncio.sleep(kill.after)

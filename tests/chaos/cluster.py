@@ -31,7 +31,7 @@ class Boxes:
     def __init__(self, place: Path, edges: tuple[str, ...], seed: int, *, container: bool, told: Callable[[str], None]) -> None:
         self.place, self.container, self.told = place, container, told
         overrides = {
-            "edge": {"sweep_ms": 200, "unclaimed_ms": 6_000, "heartbeat_ms": 500},
+            "edge": {"sweep_ms": 200, "unclaimed_ms": 2_000, "heartbeat_ms": 500},
             "watcher": {"lost_after_ms": 60_000},
         }
         self.cluster = Cluster(
@@ -42,6 +42,7 @@ class Boxes:
         self._before = self.census.snapshot()
         self._serving = set[str]()
         self._peace = False
+        self.resting = False  # nobody is killed because its point is overdue, so that what is left over has time to go
         self._last: dict[str, str] = {}  # where an actor has died last
         self._keepers: dict[str, asyncio.Task[None]] = {}
         self._away: dict[str, asyncio.Future[None]] = {}  # actors that are to stay dead for a while
@@ -94,7 +95,7 @@ class Boxes:
 
     def _mortal(self, child: Child) -> bool:
         """Whether it has an order to die, or one is waiting for it."""
-        if self._peace or child.name == HEALTHY or child.kind not in self.points:
+        if self._peace or self.resting or child.name == HEALTHY or child.kind not in self.points:
             return False
         return faults.VARIABLE in child.environment or bool(self.points[child.kind].missing)
 

@@ -22,6 +22,7 @@ T = TypeVar("T")
 Worker = Callable[[libdsec.Client, random.Random], Awaitable[None]]
 
 BOUND = 100.0  # seconds in which any call must be answered, whatever dies
+LEASE = 3.0  # seconds; what nobody has named goes after them, and actors live for longer while nothing is under way
 OUR_FAULT = (InvalidRequest, Denied, Unsupported)  # nothing that dies may lead to these
 EFFECTS = "/effects"
 
@@ -109,7 +110,7 @@ class Load:
     async def _work(self, number: int, worker: Worker, resting: asyncio.Event) -> None:
         """One client of its own; ``worker`` is one piece of work with it."""
         dice = random.Random(f"{self.seed} load {number}")
-        async with libdsec.connect(self.url, lease_ttl=5.0, connect_timeout=BOUND) as client:
+        async with libdsec.connect(self.url, lease_ttl=LEASE, connect_timeout=BOUND) as client:
             while not self._over:
                 if not self._busy.is_set():
                     resting.set()
