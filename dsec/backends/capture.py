@@ -130,6 +130,10 @@ class Capture:
             if path.exists() and criu.far_connections(path.read_text()):
                 text = "its processes cannot be kept: one holds an open TCP connection that leaves the sandbox"
                 raise Unsupported(text, sandbox=self.sandbox, reason="snapshot", fix="close it")
+        for pid in self.subject.pids():
+            if _traced(pid):  # CRIU would have to trace it, and takes it for dead
+                text = "its processes cannot be kept: a process is traced by another one"
+                raise Unsupported(text, sandbox=self.sandbox, reason="snapshot", fix="end strace or the debugger")
         upper = os.stat(f"/proc/{self.init}/fd/{criu.UPPER_FD}")
         about = Path(f"/proc/{self.init}/fdinfo/{criu.UPPER_FD}").read_text().split()
         name = f"file[{int(about[about.index('mnt_id:') + 1]):x}:{upper.st_ino:x}]"
@@ -176,6 +180,13 @@ def _synced(path: Path, flags: int) -> Iterator[int]:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def _traced(pid: int) -> bool:
+    """Whether somebody traces it; not of one that has ended."""
+    with contextlib.suppress(OSError):
+        return "\nTracerPid:\t0\n" not in Path(f"/proc/{pid}/status").read_text(errors="replace")
+    return False
 
 
 def _discard(place: str) -> None:

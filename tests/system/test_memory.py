@@ -71,6 +71,15 @@ assert libc.inotify_add_watch(libc.inotify_init(), b"/root", 2) >= 0
 print("on", flush=True)
 time.sleep(999)
 """
+TRACE = """
+import ctypes, os, time
+child = os.fork()
+if not child:
+    time.sleep(999)
+assert ctypes.CDLL(None).ptrace(0x4206, child, None, None) == 0
+print("on", flush=True)
+time.sleep(999)
+"""
 CALL = "import socket; print(socket.create_connection(('127.0.0.1', 8080), 5).recv(9).decode())"
 
 
@@ -175,6 +184,16 @@ async def test_what_cannot_be_kept_is_refused_with_its_reason(cluster: Cluster, 
     assert caught.value.reason == "paused"
     await gone(cluster, client)
     assert [info.id for info in await client.list()] == [sandbox.id]
+
+
+async def test_a_traced_process_is_refused(cluster: Cluster, client: Client, sandbox: Sandbox) -> None:
+    """A debugger at work is no fault of the node's: the refusal says what is to be ended, and both go on."""
+    await begin(sandbox, TRACE)
+    with pytest.raises(Unsupported) as caught:
+        await sandbox.fork(1, kind="memory")
+    assert (caught.value.reason, "traced" in str(caught.value)) == ("snapshot", True)
+    assert [op.running for op in await sandbox.ops()].count(True) == 1
+    await gone(cluster, client)
 
 
 async def test_an_edge_that_is_killed_in_the_middle_of_a_capture(cluster: Cluster, client: Client, sandbox: Sandbox) -> None:
