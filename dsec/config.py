@@ -254,7 +254,12 @@ def parse(data: Mapping[str, Any], environ: Mapping[str, str] | None = None) -> 
         return msgspec.convert(merged, Config)
     except msgspec.ValidationError as error:
         what, _, where = str(error).partition(" - at ")
-        raise InvalidRequest(what[:1].lower() + what[1:], field=where.strip("`").removeprefix("$.")) from error
+        field = where.strip("`").removeprefix("$.")
+        room, _, key = field.partition("[")[0].partition(".")
+        given = merged.get(room, {}).get(key)
+        default = getattr(known[room](), key, None) if room in known else None
+        fix = "" if default is None else f"the default is {_toml(default)}"
+        raise InvalidRequest(what[:1].lower() + what[1:], field=field, value=given, fix=fix) from error
 
 
 def _known(key: str, allowed: Any, room: str, given: str = "") -> None:

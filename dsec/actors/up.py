@@ -28,7 +28,7 @@ import msgspec
 import structlog
 
 from dsec import config as configs
-from dsec.actors import noted
+from dsec.actors import capacity, noted
 from dsec.bus.bus import loop_name
 from dsec.bus.server import NatsServer, tail
 from dsec.config import Config
@@ -51,6 +51,7 @@ class Child:
         self.death = death  # the signal that it gets when the parent dies
         self.environment: dict[str, str] = {}  # beside ours
         self.process: asyncio.subprocess.Process | None = None
+        self._began = 0  # bytes of its log before it
         self.ready: dict[str, Any] = {}
 
     @property
@@ -76,6 +77,7 @@ class Child:
         env[configs.ENV_FILE] = str(self.config_path)
         env |= self.environment
         async with aiofiles.open(self.log_path, "ab") as output:
+            self._began = await output.tell()
             self.process = await asyncio.create_subprocess_exec(
                 sys.executable,
                 "-m",
@@ -121,7 +123,8 @@ class Child:
             await process.wait()
 
     async def tail(self, lines: int = 8) -> str:
-        return await tail(self.log_path, lines)
+        """The end of what it has logged since its start: earlier lives write into the same file."""
+        return await tail(self.log_path, lines, self._began)
 
 
 class Cluster:
@@ -284,6 +287,7 @@ async def up(config: Config, *, ready_file: str = "") -> int:
     if (replicas := config.bus.events_replicas) > 1:
         fix = "use 1 here; in a cluster of nats-servers run `dsec serve` for each actor, with bus.url naming them all"
         raise InvalidRequest("`dsec up` runs one nats-server", field="bus.events_replicas", value=replicas, fix=fix)
+    capacity.check_root(config.edge)
     held, noting = contextlib.ExitStack(), contextlib.ExitStack()
     held.enter_context(_held(config.edge.state_dir))
     over = asyncio.Event()

@@ -230,11 +230,12 @@ async def sync_always(monitor: str, timeout: float = 2.0) -> bool | None:
     return bool(config["sync_always"]) if "sync_always" in config else (False if config else None)
 
 
-async def tail(path: Path, lines: int) -> str:
-    """The last lines of a log in one; empty where there is none."""
+async def tail(path: Path, lines: int, begin: int = 0) -> str:
+    """The last lines of a log in one, of what stands behind its first ``begin`` bytes; empty where there is none."""
     try:
-        async with aiofiles.open(path, errors="replace") as file:
-            return " | ".join((await file.read()).splitlines()[-lines:])
+        async with aiofiles.open(path, "rb") as file:
+            await file.seek(begin)
+            return " | ".join((await file.read()).decode(errors="replace").splitlines()[-lines:])
     except OSError:
         return ""
 

@@ -31,10 +31,14 @@ class Runner(click.Command):
             moved = self._options_first(ctx, args[:at])
         except click.UsageError as error:
             moved, unread = None, error
-        left = super().parse_args(ctx, args if moved is None else [*moved, *args[at:]])
+        unread = unread or click.UsageError("options stand before IMAGE or ID, or -- after them: what follows is the command", ctx)
+        try:
+            left = super().parse_args(ctx, args if moved is None else [*moved, *args[at:]])
+        except click.MissingParameter as error:
+            raise (unread if error.param and set(error.param.opts) & set(args[:at]) else error) from None
         command = ctx.params.get("command") or ("",)
         if command[0].startswith("-") and command[0] != "--":  # an option that was not read as one is no program's name
-            raise unread or click.UsageError("options stand before IMAGE or ID, or -- after them: what follows is the command", ctx)
+            raise unread
         return left
 
     def _options_first(self, ctx: click.Context, head: list[str]) -> list[str] | None:

@@ -168,7 +168,10 @@ async def test_several_edges_and_schedulers(state_dir: Path) -> None:
 async def test_what_cannot_start_says_why(state_dir: Path) -> None:
     """An unknown backend: the Edge's own words, and nothing left running."""
     cluster = Cluster(state_dir, backends=("quantum",))
-    with pytest.raises(NodeError, match="no such backend"):
+    (state_dir / "log").mkdir()
+    (state_dir / "log" / "n1.log").write_text("of an earlier life\n")
+    with pytest.raises(NodeError, match="no such backend") as caught:
         await cluster.start()
+    assert "earlier life" not in str(caught.value)
     assert not any(child.alive for child in cluster.children)
     assert cluster.nats.process is None

@@ -48,6 +48,7 @@ def test_run_is_like_docker_run(dsec: Cli) -> None:
     assert dsec("run", *FAKE, "img", "no-such-program").returncode == 127
     assert dsec("run", *FAKE, "missing", "true").returncode == 125
     wrong = {("--memry", "1g", "--", "true"): b"--memry", ("-m",): b"-m", ("-m", "1GiB", "true"): b"before IMAGE or ID"}
+    assert b"before IMAGE or ID" in dsec("burst", *FAKE, "img", "-n", "3", "true").stderr
     for words, told in wrong.items():  # no program's name begins with a dash
         done = dsec("run", *FAKE, "img", *words)
         assert done.returncode == 2

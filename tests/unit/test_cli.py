@@ -170,9 +170,10 @@ def test_a_burst_counts_what_failed_alike_as_one(capsys: pytest.CaptureFixture[s
     assert [line.split()[:2] for line in capsys.readouterr().out.splitlines()][1] == ["3", "error"]
 
 
-def test_the_disk_mode_that_a_note_advises_is_an_option() -> None:
+def test_the_disk_mode_that_a_note_advises_is_an_option(tmp_path: Path) -> None:
     """`degraded` advises disk_mode="loop": the command line has it too."""
-    done = dsec("inspect", "--plan", "x", "--backend", "fake", "--disk-mode", "dir")
+    apart = {"DSEC_EDGE__STATE_DIR": str(tmp_path)}  # whatever clusters run on this machine
+    done = dsec("inspect", "--plan", "x", "--backend", "fake", "--disk-mode", "dir", env=apart)
     assert json.loads(done.stdout)["disk_mode"] == "dir", done.stderr
     assert dsec("create", "x", "--disk-mode", "floppy").returncode == 2
 

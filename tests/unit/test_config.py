@@ -56,10 +56,12 @@ def test_an_unknown_key_is_named_with_its_neighbours() -> None:
     ],
 )
 def test_a_wrong_value_is_named(data: dict[str, object], field: str) -> None:
-    """Type and range errors carry the key's path."""
+    """Type and range errors carry the key's path, what was given and what would do."""
     with pytest.raises(InvalidRequest) as caught:
         config.parse(data)
     assert caught.value.field == field
+    assert caught.value.value
+    assert caught.value.fix
 
 
 def test_the_environment_overrides() -> None:
