@@ -45,7 +45,9 @@ class SandboxId(msgspec.Struct, frozen=True, order=True):
         """Raises `InvalidRequest` for anything that is not an id."""
         edge, _, ulid = text.rpartition("-")
         if not _EDGE.fullmatch(edge) or not _ULID.fullmatch(ulid):
-            raise InvalidRequest("not a sandbox id", field="id", value=text, fix="ids look like <edge>-<26 characters>")
+            raise InvalidRequest(
+                "not a sandbox id", field="id", value=text, fix="ids look like <edge>-<26 characters>; `dsec ls` lists them"
+            )
         return cls(edge, ulid)
 
 

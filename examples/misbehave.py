@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 MIB = 1 << 20
 TIMEOUT = 5.0
+HOG_TIMEOUT = 60.0  # its end is the kernel's kill; filling the memory takes as long as other sandboxes and the machine's load let it
 # Each process that is alive inside, one number a line; the shell's own and its child's are among them.
 COUNT = "ls -d /proc/[0-9]* | wc -l"
 
@@ -50,7 +51,7 @@ async def misbehave(sandbox: Sandbox, kind: str, pids: int, memory: int) -> Verd
     verdict = Verdict(kind, problems=[])
     started = time.perf_counter()
     try:
-        result = await sandbox.exec(COMMANDS[kind], timeout=TIMEOUT)
+        result = await sandbox.exec(COMMANDS[kind], timeout=HOG_TIMEOUT if kind == "memory hog" else TIMEOUT)
         match kind:
             case "fork bomb":
                 _judge_fork_bomb(verdict, result, pids)

@@ -265,4 +265,4 @@ def _selector(
         wanted = tuple(State(state) for state in states)
     except ValueError as error:
         raise wrong(str(error), "states", "", f"use {', '.join(State)}") from error
-    return Selector(labels=labels_map(labels), ids=chosen, states=wanted, stopped=stopped, stuck=stuck)
+    return Selector(labels=labels_map(labels), ids=chosen, states=wanted, stopped=stopped or State.STOPPED in wanted, stuck=stuck)

@@ -66,7 +66,7 @@ from dsec.bus.messages import (
 )
 from dsec.bus.subjects import Caller
 from dsec.errors import DsecError, InvalidRequest, NodeError, NotFound, SandboxGone, to_body
-from dsec.model import Checkpoint, ExecSpec, Exit, ExitReason, FileReply, FileRequest, Paused, SandboxInfo
+from dsec.model import Checkpoint, ExecSpec, Exit, ExitReason, FileReply, FileRequest, Paused, SandboxInfo, State
 
 LIST_BYTES = 600_000  # of one ListReply, estimated
 Rows = list[Checkpoint]  # a method is called `list`
@@ -379,12 +379,13 @@ class Verbs:
     async def list(self, context: Context, selector: Selector) -> ListReply:
         about = self._about(context)
         found: list[tuple[str, Callable[[], SandboxInfo]]] = [(sandbox.id, sandbox.info) for sandbox in self._select(context, selector)]
-        if selector.stopped:
+        if selector.stopped and not selector.stuck:  # of those that have ended everything was freed
             ids = frozenset(selector.ids)
             found += [
                 (f"{self.edge.name}-{record.ulid}", functools.partial(ended, record, self.edge.name))
                 for record, _ in self.edge.ended.values()
                 if about(record)
+                and (not selector.states or State.STOPPED in selector.states)
                 and (not ids or f"{self.edge.name}-{record.ulid}" in ids)
                 and _labelled(record.spec.labels, selector.labels)
             ]

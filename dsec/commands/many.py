@@ -43,7 +43,7 @@ def ls_command(
 
     async def work() -> list[SandboxInfo]:
         async with settings.connect() as client:
-            return await client.list(pairs(label, "--label"), states=state, stopped=stopped or stuck, stuck=stuck, below=below)
+            return await client.list(pairs(label, "--label"), states=state, stopped=stopped, stuck=stuck, below=below)
 
     found = run(work())
     if settings.json:

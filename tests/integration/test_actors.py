@@ -386,6 +386,9 @@ async def test_a_release_that_fails_is_retried_and_shown_as_stuck(box: Box) -> N
         assert len(edge.ledger.held) == 1
         await stopping
         assert not edge.ledger.held
+        assert await dsec.list(stuck=True, stopped=True) == []
+        assert [info.id for info in await dsec.list(stopped=True)] == [info.id for info in await dsec.list(states=["stopped"])] == [sb.id]
+        assert await dsec.list(states=["running"], stopped=True) == []
 
 
 async def test_isolation_by_user(box: Box) -> None:
