@@ -203,7 +203,7 @@ class Campaign:
         elif kill.victim == "agent":
             living = sorted(self.oracle.living)
             if living and (pid := self.boxes.agent(SandboxId.parse(chosen := living[kill.which % len(living)]).ulid)):
-                self.oracle.strikes(chosen)
+                self.oracle.stopping(chosen)
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
         else:

@@ -56,8 +56,7 @@ class Oracle:
         self.steps: dict[str, Steps] = defaultdict(Steps)
         self.made: set[str] = set()  # ready, as somebody was told
         self.ended: dict[str, str] = {}  # told to have ended, and why
-        self.doubtful: set[str] = set()  # asked to stop, without an answer; or struck
-        self.struck: set[str] = set()  # their agents were killed
+        self.doubtful: set[str] = set()  # asked to stop, without an answer; or its agent was killed
         self.counts: Counter[str] = Counter()  # of operations by their outcome
 
     def say(self, kind: Literal["lost result", "doubled result", "state", "answer"], text: str) -> None:
@@ -82,10 +81,6 @@ class Oracle:
 
     def stopping(self, sandbox: str) -> None:
         self.doubtful.add(sandbox)
-
-    def strikes(self, sandbox: str) -> None:
-        self.doubtful.add(sandbox)
-        self.struck.add(sandbox)
 
     def stopped(self, sandbox: str, why: str) -> None:
         """Somebody was told that it has ended."""
@@ -136,8 +131,9 @@ class Oracle:
             wrong += [Wrong(each.kind, f"{sandbox}: {each.text}") for each in life(its)]
         for sandbox in sorted(self.made):
             kinds = {event.kind for event in by_sandbox[sandbox]}
-            # An Edge tells its caller that it runs before that is on disk. When both die then, nobody knows.
-            must = {"created"} if sandbox in self.struck else {"created", "running"}
+            # An Edge tells its caller that it runs a moment before that is on disk. When it dies just then, and the sandbox ends, nobody knows.
+            apart = len({event.incarnation for event in by_sandbox[sandbox]}) > 1
+            must = {"created"} if sandbox in self.doubtful and apart else {"created", "running"}
             missing = (must - kinds) | ({"stopped"} - kinds if sandbox in self.ended else set())
             wrong += [Wrong("lost event", f"{sandbox}: no event tells that it was {kind}") for kind in sorted(missing)]
         for sandbox, steps in self.steps.items():

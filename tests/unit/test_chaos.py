@@ -116,6 +116,17 @@ def test_the_stream_tells_of_all_that_was_acknowledged() -> None:
     assert oracle.stream(told) == [Wrong("lost event", f"{SB}: no event tells that it was stopped")]
 
 
+def test_a_first_moment_may_go_untold() -> None:
+    """Told to be ready, asked to stop at once, and its Edge died: the next one knows only its beginning and its end."""
+    oracle = Oracle()
+    oracle.ready(SB)
+    short = [*events("created"), *events("stopped", incarnation="u.2")]
+    assert oracle.stream(short) == [Wrong("lost event", f"{SB}: no event tells that it was running")]
+    oracle.stopping(SB)
+    assert oracle.stream(short) == []
+    assert oracle.stream(events("created", "stopped"))
+
+
 def test_the_seed_decides() -> None:
     """The same seed kills the same at the same time; another one does not."""
     plans = [[kills.plan(seed, number, 4.0, container=True) for number in range(50)] for seed in (1, 1, 2)]
