@@ -108,6 +108,7 @@ class Capture:
         if in_namespace_of(self.init, "ipc", syscalls.CLONE_NEWIPC, _objects):
             text = "its processes cannot be kept: it has System V shared memory, semaphores or message queues"
             raise Unsupported(text, sandbox=self.sandbox, reason="snapshot", fix="remove them (ipcrm)")
+        self._check_each()  # before it stands still, when all of them show whether they are stopped
         _discard(self.place)  # of an Edge that died in the middle
         os.makedirs(self.place, mode=0o700)
         try:
@@ -124,16 +125,19 @@ class Capture:
                     return True
         return False
 
+    def _check_each(self) -> None:
+        for pid in self.subject.pids():
+            if refused := criu.untraceable(_told(pid, "status"), _told(pid, "wchan")):
+                why, fix = refused
+                raise Unsupported(f"its processes cannot be kept: {why}", sandbox=self.sandbox, reason="snapshot", fix=fix)
+
     def _look(self) -> criu.Image:
         for table in ("tcp", "tcp6"):
             path = Path(f"/proc/{self.init}/net/{table}")
             if path.exists() and criu.far_connections(path.read_text()):
                 text = "its processes cannot be kept: one holds an open TCP connection that leaves the sandbox"
                 raise Unsupported(text, sandbox=self.sandbox, reason="snapshot", fix="close it")
-        for pid in self.subject.pids():
-            if _traced(pid):  # CRIU would have to trace it, and takes it for dead
-                text = "its processes cannot be kept: a process is traced by another one"
-                raise Unsupported(text, sandbox=self.sandbox, reason="snapshot", fix="end strace or the debugger")
+        self._check_each()
         upper = os.stat(f"/proc/{self.init}/fd/{criu.UPPER_FD}")
         about = Path(f"/proc/{self.init}/fdinfo/{criu.UPPER_FD}").read_text().split()
         name = f"file[{int(about[about.index('mnt_id:') + 1]):x}:{upper.st_ino:x}]"
@@ -182,11 +186,11 @@ def _synced(path: Path, flags: int) -> Iterator[int]:
         os.close(fd)
 
 
-def _traced(pid: int) -> bool:
-    """Whether somebody traces it; not of one that has ended."""
+def _told(pid: int, what: str) -> str:
+    """A file of /proc; "" of one that has ended."""
     with contextlib.suppress(OSError):
-        return "\nTracerPid:\t0\n" not in Path(f"/proc/{pid}/status").read_text(errors="replace")
-    return False
+        return Path(f"/proc/{pid}/{what}").read_text(errors="replace")
+    return ""
 
 
 def _discard(place: str) -> None:

@@ -139,6 +139,17 @@ def far_connections(table: str) -> list[str]:
     return [row[2] for row in rows if row[3] not in _QUIET and not _LOOPBACK.fullmatch(row[2].partition(":")[0])]
 
 
+def untraceable(status: str, where: str) -> tuple[str, str] | None:
+    """Why CRIU cannot trace a process that stands still with its cgroup, from its /proc/PID/status and
+    wchan, and what would help. In a frozen cgroup of the first version it is only the second that tells of one that is stopped."""
+    fields = dict(line.split(":\t", 1) for line in status.splitlines() if ":\t" in line)
+    if fields.get("TracerPid", "0") != "0":  # it would be taken for dead
+        return "a process is traced by another one", "end strace or the debugger"
+    if fields.get("State", "").startswith("T") or where == "do_signal_stop":  # it would be waited for until it goes on, which it cannot
+        return "a process is stopped (SIGSTOP, or Ctrl-Z in a terminal)", "let it go on (kill -CONT), or end it"
+    return None
+
+
 # --- images: two magic numbers, then messages of protobuf with their size before them ------------------------------------
 
 

@@ -71,6 +71,16 @@ assert libc.inotify_add_watch(libc.inotify_init(), b"/root", 2) >= 0
 print("on", flush=True)
 time.sleep(999)
 """
+STOPPED = """
+import os, time
+child = os.fork()
+if not child:
+    time.sleep(999)
+os.kill(child, 19)
+os.waitpid(child, os.WUNTRACED)
+print("on", flush=True)
+time.sleep(999)
+"""
 TRACE = """
 import ctypes, os, time
 child = os.fork()
@@ -186,12 +196,13 @@ async def test_what_cannot_be_kept_is_refused_with_its_reason(cluster: Cluster, 
     assert [info.id for info in await client.list()] == [sandbox.id]
 
 
-async def test_a_traced_process_is_refused(cluster: Cluster, client: Client, sandbox: Sandbox) -> None:
-    """A debugger at work is no fault of the node's: the refusal says what is to be ended, and both go on."""
-    await begin(sandbox, TRACE)
+@pytest.mark.parametrize(("program", "word"), [(TRACE, "traced"), (STOPPED, "stopped")])
+async def test_what_cannot_be_traced_is_refused(cluster: Cluster, client: Client, sandbox: Sandbox, program: str, word: str) -> None:
+    """A debugger at work, or a process that somebody has stopped: the refusal says what would help, at once, and all go on."""
+    await begin(sandbox, program)
     with pytest.raises(Unsupported) as caught:
         await sandbox.fork(1, kind="memory")
-    assert (caught.value.reason, "traced" in str(caught.value)) == ("snapshot", True)
+    assert (caught.value.reason, word in str(caught.value)) == ("snapshot", True)
     assert [op.running for op in await sandbox.ops()].count(True) == 1
     await gone(cluster, client)
 

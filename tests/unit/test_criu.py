@@ -86,3 +86,17 @@ def test_doctor_says_what_refusals_say(monkeypatch: pytest.MonkeyPatch, tmp_path
     with pytest.raises(Unsupported, match=r"3\.17\.1, 4\.0 is needed"):
         criu.find()
     assert criu.look()[0] == "missing"
+
+
+def test_what_cannot_be_traced_while_it_stands_still() -> None:
+    """One that is traced already, and one that is stopped; whatever a process calls itself, and not one that has ended."""
+    status = "Name:\tState:\\tT (stopped)\nState:\t{}\nPid:\t7\nTracerPid:\t{}\n"
+    assert criu.untraceable(status.format("S (sleeping)", 0), "0") is None
+    assert criu.untraceable(status.format("D (disk sleep)", 0), "0") is None
+    assert criu.untraceable(status.format("Z (zombie)", 0), "0") is None
+    assert criu.untraceable("", "") is None
+    for bad, word in ((("t (tracing stop)", 12), "traced"), (("S (sleeping)", 12), "traced"), (("T (stopped)", 0), "stopped")):
+        why, fix = criu.untraceable(status.format(*bad), "0") or ("", "")
+        assert word in why
+        assert fix
+    assert criu.untraceable(status.format("D (disk sleep)", 0), "do_signal_stop") is not None
