@@ -131,7 +131,7 @@ class Oracle:
             wrong += [Wrong(each.kind, f"{sandbox}: {each.text}") for each in life(its)]
         for sandbox in sorted(self.made):
             kinds = {event.kind for event in by_sandbox[sandbox]}
-            # An Edge tells its caller that it runs a moment before that is on disk. When it dies just then, and the sandbox ends, nobody knows.
+            # An Edge tells that it runs a moment before that is on disk. When it dies just then, and the sandbox ends, nobody knows.
             apart = len({event.incarnation for event in by_sandbox[sandbox]}) > 1
             must = {"created"} if sandbox in self.doubtful and apart else {"created", "running"}
             missing = (must - kinds) | ({"stopped"} - kinds if sandbox in self.ended else set())
