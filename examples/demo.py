@@ -282,9 +282,8 @@ def main(arguments: list[str] | None = None) -> int:
     say.table(summary.groups)
     for text in summary.problems[:20]:
         say.say(f"PROBLEM {text}")
-    verdict = "as expected" if summary.ok else "NOT as expected"
     say.say(
-        f"{summary.as_expected} of {summary.sandboxes} {verdict} in {summary.seconds:.1f} s; "
+        f"{'ok' if summary.ok else 'NOT OK'}: {summary.as_expected} of {summary.sandboxes} as expected in {summary.seconds:.1f} s; "
         f"left over: {', '.join(f'{count} {name}' for name, count in summary.left_over.items())}"
     )
     if options.json:
