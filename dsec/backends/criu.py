@@ -87,7 +87,8 @@ def dump_command(path: str, init: int, place: str, freezer: str, upper: str, out
     """Dump the tree below ``init`` into ``place``. Its freezer stands still before and after, and everything lives on."""
     argv = [path, "dump", "--unprivileged", "--tree", str(init), "--images-dir", place, "--log-file", DUMP_LOG, "-v1", "--leave-running"]
     argv += ["--freeze-cgroup", freezer, "--manage-cgroups=ignore", "--empty-ns", "net", "--external", upper]
-    argv += ["--ghost-limit", str(64 << 20), "--file-locks", "--link-remap", "--skip-in-flight"]
+    # Without --link-remap: the names that it makes in the sandbox are gone again when its files are captured.
+    argv += ["--ghost-limit", str(64 << 20), "--file-locks", "--skip-in-flight"]
     argv += ["--tcp-established", "--network-lock", "skip"]  # those on loopback: both ends stand still
     for place_inside in sorted(outside):
         argv += ["--external", f"mnt[{place_inside}]:{place_inside}"]
@@ -113,7 +114,7 @@ def restore_command(path: str, image: Image, place: str, box: str, root: str, em
     ]
     argv += ["--pidfile", f"{box}/pid", "--root", root, "--manage-cgroups=ignore", "--empty-ns", "net", "--action-script", hook]
     argv += ["--inherit-fd", f"fd[{LISTENER_FD}]:socket:[{image.listener}]", "--inherit-fd", f"fd[{UPPER_FD}]:{image.upper}"]
-    argv += ["--file-locks", "--link-remap", "--skip-in-flight", "--skip-file-rwx-check", "--tcp-established"]
+    argv += ["--file-locks", "--skip-in-flight", "--skip-file-rwx-check", "--tcp-established"]
     for inside, what in sorted(image.outside.items()):
         argv += ["--external", f"mnt[{inside}]:{sources.get(what, inside)}"]
     return argv
@@ -186,6 +187,7 @@ _WORDS: tuple[tuple[str, str, str], ...] = (
     ("fsnotify", "a process watches files (inotify)", "end it, or let it look from time to time"),
     ("io_uring", "a process uses io_uring", "end it"),
     ("Can't dump ghost file", "a process holds a large file open that is deleted", "close it, or keep the file's name"),
+    ("Can't create link remap", "a process holds a file open under a name that is gone, and it has others", "close it"),
     ("is traced", "a process is traced by another one", "end strace or the debugger"),
     ("nested", "a process has made namespaces of its own", "end what unshare, bwrap or a browser's sandbox started"),
     ("unsupported", "a process holds a kind of descriptor that CRIU cannot keep", "close it"),

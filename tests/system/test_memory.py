@@ -90,6 +90,14 @@ assert ctypes.CDLL(None).ptrace(0x4206, child, None, None) == 0
 print("on", flush=True)
 time.sleep(999)
 """
+RENAMED = """
+import os, time
+held = open("/root/a", "w")
+os.link("/root/a", "/root/b")
+os.unlink("/root/a")
+print("on", flush=True)
+time.sleep(999)
+"""
 CALL = "import socket; print(socket.create_connection(('127.0.0.1', 8080), 5).recv(9).decode())"
 
 
@@ -196,9 +204,10 @@ async def test_what_cannot_be_kept_is_refused_with_its_reason(cluster: Cluster, 
     assert [info.id for info in await client.list()] == [sandbox.id]
 
 
-@pytest.mark.parametrize(("program", "word"), [(TRACE, "traced"), (STOPPED, "stopped")])
-async def test_what_cannot_be_traced_is_refused(cluster: Cluster, client: Client, sandbox: Sandbox, program: str, word: str) -> None:
-    """A debugger at work, or a process that somebody has stopped: the refusal says what would help, at once, and all go on."""
+@pytest.mark.parametrize(("program", "word"), [(TRACE, "traced"), (STOPPED, "stopped"), (RENAMED, "a name that is gone")])
+async def test_each_process_is_refused_with_its_reason(cluster: Cluster, client: Client, sandbox: Sandbox, program: str, word: str) -> None:
+    """A debugger at work, a process that somebody has stopped, a file that has lost the name by which it was opened and not its others:
+    the refusal says what would help, at once, and all go on."""
     await begin(sandbox, program)
     with pytest.raises(Unsupported) as caught:
         await sandbox.fork(1, kind="memory")
