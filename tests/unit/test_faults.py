@@ -34,7 +34,16 @@ HARMLESS = (
     *("asyncio.sleep", "asyncio.wait", "asyncio.wait_for", "asyncio.gather", "asyncio.to_thread", "self._in", "read.wait", "steps"),
     *("sandbox.settled", "self.settled", "self.changed", "self._log", "self._step", "self._outcome", "self._known", "self._resolve"),
     *("link.close", "instance.link.close", "self.instance.link.close", "driver.detail", "pausing.quiet", "self.prepare", "self.release"),
-    *("self._ensure_holder", "unwired", "instance.link.wait", "self._result", "sandbox.pack_diff", "_to_the_end", "asyncio.shield"),
+    *(
+        "self._ensure_holder",
+        "unwired",
+        "instance.link.wait",
+        "self._result",
+        "sandbox.pack_diff",
+        "_to_the_end",
+        "asyncio.shield",
+        "self._free",
+    ),
 )
 
 
