@@ -205,7 +205,8 @@ class Slice:
                 failed.append(self._fail(index, error.body()))
         self.waiting = []
         for index in sorted(self.out):
-            error = DeadlineExceeded("the node did not answer within the deadline", reason="unknown")
+            before = f"; before that: {self.why[index].message}" if index in self.told and index in self.why else ""
+            error = DeadlineExceeded(f"the node did not answer within the deadline{before}", reason="unknown")
             failed.append(self._fail(index, error.body()))
         self.out.clear()
         return failed

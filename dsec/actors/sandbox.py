@@ -244,7 +244,8 @@ class Sandbox:
             if not whole_once_it_answers(self.record, self.plan):  # of the others a restarted Edge finds out
                 await self.keeper.store.update(self.record, self.keeper.word(self, "running"))
         except DsecError as error:
-            self.feed(On.LAUNCH_FAILED, detail=str(error))
+            if self.within(State.CREATING):  # else the intake has undone it already, which may be over
+                self.feed(On.LAUNCH_FAILED, detail=str(error))
             return
         faults.reached("create.running")
         self.recorded = None

@@ -210,11 +210,11 @@ class Scheduler:
         try:
             while True:
                 wake.clear()
-                if s.waiting:
+                left = s.deadline - loop.time()
+                if s.waiting and left > 0:
                     self._place(s, wake)
                 if s.settled:
                     return
-                left = s.deadline - loop.time()
                 if left <= 0:
                     self._tell_failed(s, s.expire())
                     return

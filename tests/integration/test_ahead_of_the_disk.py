@@ -15,7 +15,7 @@ from dsec.actors.store import SqliteStore
 from dsec.backends.fake import Faults
 from dsec.bus.messages import LaunchItem, LaunchRequest
 from dsec.bus.server import NatsServer
-from dsec.errors import NodeError
+from dsec.errors import DeadlineExceeded, NodeError
 from dsec.model import State, new_ulid
 from tests.integration.actors_box import SPEC, Asker, Box, eventually
 
@@ -154,3 +154,21 @@ async def test_what_cannot_be_recorded_is_undone(box: Box, monkeypatch: pytest.M
     await eventually(lambda: all(sandbox.state is State.RUNNING for sandbox in edge.sandboxes.values()))
     assert max(sandbox.slot for sandbox in edge.sandboxes.values()) == 11  # every slot was given back
     assert edge.intake._ahead
+
+
+async def test_a_full_disk_is_told_as_what_it_is(box: Box, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Asked again until the deadline, and then nothing is asked any more: the caller gets the node's words. None is ended twice."""
+    edge = await box.edge()
+    await box.watcher()
+    scheduler = await box.scheduler()
+
+    async def never(*_: Any) -> None:
+        raise NodeError("record not written: no space left", reason="store")
+
+    monkeypatch.setattr(edge.store, "insert", never)
+    monkeypatch.setattr(scheduler.picture, "forget", lambda _: None)  # it is asked at each turn, also at the last one
+    async with box.client() as dsec:
+        with pytest.raises(DeadlineExceeded, match="no space left"):
+            await dsec.create(SPEC, timeout=3)
+    await eventually(lambda: not edge.sandboxes)
+    assert "task_failed" not in caplog.text

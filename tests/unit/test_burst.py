@@ -14,7 +14,7 @@ from dsec.actors import burst
 from dsec.actors.burst import Batch, Slice
 from dsec.actors.placement import Unplaced, requirement
 from dsec.bus.messages import CreateItem, LaunchEnvelope, LaunchItem, Refusal
-from dsec.errors import Busy, DeadlineExceeded, InvalidRequest, NotFound, Unavailable
+from dsec.errors import Busy, DeadlineExceeded, InvalidRequest, NodeError, NotFound, Unavailable
 from dsec.model import Resources, SandboxSpec
 
 
@@ -105,6 +105,15 @@ def test_nobody_listening_is_as_if_never_sent() -> None:
     s.returned(batch, Unavailable("gone", reason="no_responders"))
     assert len(s.waiting) == 4
     assert not s.out
+
+
+def test_a_nodes_own_words_outlive_the_last_try() -> None:
+    """One that was sent again just before the deadline fails with what the node said of the try before, as one that waits does."""
+    s = a_slice()
+    batch = sent(s)
+    s.returned(batch, NodeError("record not written: no space left", reason="store"))
+    sent(s)
+    assert all("no space left" in failed.error.message for failed in s.expire())
 
 
 def test_static_filters_fail_at_once_and_capacity_waits() -> None:
