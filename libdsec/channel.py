@@ -84,12 +84,14 @@ class Channel(Process):
         async with self._writing:
             for at in range(0, len(view), PIECE):
                 piece = bytes(view[at : at + PIECE])
-                self._written = await self._sandbox._feed(self.op, piece, self._written, eof=False, verb="feed", most=PIECE)
+                self._written = await self._sandbox._feed(
+                    self.op, piece, self._written, eof=False, verb="feed", most=PIECE, unread=self._ask_again
+                )
 
     async def send_eof(self) -> None:
         self._entered()
         async with self._writing:
-            await self._sandbox._feed(self.op, b"", self._written, eof=True, verb="feed")
+            await self._sandbox._feed(self.op, b"", self._written, eof=True, verb="feed", unread=self._ask_again)
 
     async def finish(self) -> None:
         """Wait for the service's end. Raises what it failed with."""

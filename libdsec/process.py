@@ -459,7 +459,7 @@ class Process:
         raw = data.encode() if isinstance(data, str) else bytes(data)
         async with self._writing:
             await self._meet_others()
-            self._written = await self._sandbox._feed(self.op, raw, self._written, eof=False)
+            self._written = await self._sandbox._feed(self.op, raw, self._written, eof=False, unread=self._ask_again)
 
     async def _meet_others(self) -> None:
         """Where several may type, offsets are whoever's was last: ask where it stands. An offset far beyond is answered with that."""
@@ -472,7 +472,7 @@ class Process:
         self._entered()
         async with self._writing:
             await self._meet_others()
-            await self._sandbox._feed(self.op, b"", self._written, eof=True)
+            await self._sandbox._feed(self.op, b"", self._written, eof=True, unread=self._ask_again)
 
     async def signal(self, signum: int | str | signals.Signals, *, tree: bool = True) -> None:
         """Signal it by number or name (``"INT"``); ``tree``: with all its descendants."""

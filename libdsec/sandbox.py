@@ -7,7 +7,7 @@ import contextlib
 import hashlib
 import os
 import random
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from dsec.bus import subjects
@@ -511,8 +511,19 @@ class Sandbox(Named):
                 task.cancel()
             await asyncio.gather(running, feeding, return_exceptions=True)
 
-    async def _feed(self, op: str, data: bytes, offset: int = 0, eof: bool = True, *, verb: str = "input", most: int = INPUT_PIECE) -> int:
-        """Write ``data`` at ``offset`` of the operation's stdin; the new offset. Repeats are harmless."""
+    async def _feed(
+        self,
+        op: str,
+        data: bytes,
+        offset: int = 0,
+        eof: bool = True,
+        *,
+        verb: str = "input",
+        most: int = INPUT_PIECE,
+        unread: Callable[[], None] = lambda: None,
+    ) -> int:
+        """Write ``data`` at ``offset`` of the operation's stdin; the new offset. Repeats are harmless. ``unread`` is called where the Edge
+        knows of nobody who reads the operation's output."""
         at, end = offset, offset + len(data)
         pause = 0.002
         missing = 0
@@ -528,6 +539,8 @@ class Sandbox(Named):
                     raise
                 await asyncio.sleep(0.01)
                 continue
+            if not reply.read:
+                unread()
             if reply.accepted >= end and last:
                 return end
             pause = 0.002 if reply.accepted > at else min(pause * 2, 0.2)

@@ -328,6 +328,9 @@ class Readers:
         last = max(pumps.values(), key=lambda other: other.sized, default=None)
         return last.size if last is not None and 0 < last.sized < pump.sized else None
 
+    def any(self, key: Key) -> bool:
+        return key in self._pumps
+
     def get(self, key: Key, reader: str) -> Pump | None:
         return self._pumps.get(key, {}).get(reader)
 

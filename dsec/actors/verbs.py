@@ -226,8 +226,10 @@ class Verbs:
         return CommandsReply(commands=found, more=more)
 
     async def input(self, context: Context, request: InputRequest) -> InputReply:
-        async with self._live(context).awake(context.deadline) as instance:
-            return InputReply(accepted=await instance.link.input(request.op, request.offset, request.data, request.eof))
+        sandbox = self._live(context)
+        async with sandbox.awake(context.deadline) as instance:
+            accepted = await instance.link.input(request.op, request.offset, request.data, request.eof)
+            return InputReply(accepted=accepted, read=self._readers.any((sandbox.record.ulid, request.op)))
 
     async def signal(self, context: Context, request: SignalRequest) -> Empty:
         async with self._live(context).awake(context.deadline) as instance:

@@ -11,6 +11,7 @@ import contextlib
 import os
 from pathlib import Path
 
+import aiofiles
 import msgspec
 
 from dsec import trees
@@ -93,5 +94,9 @@ class RestoreDriver:
 
     async def detail(self, plan: LaunchPlan) -> str:
         path = Path(plan.state_dir, criu.RESTORE_LOG)
-        text = await asyncio.to_thread(lambda: path.read_text(errors="replace") if path.exists() else "")
+        try:
+            async with aiofiles.open(path, encoding="utf-8", errors="replace") as file:
+                text = await file.read()
+        except FileNotFoundError:
+            return ""
         return f": {criu.explain(text)[0]}" if text else ""

@@ -271,6 +271,7 @@ class InputRequest(Message, frozen=True, kw_only=True):
 
 class InputReply(Message, frozen=True, kw_only=True):
     accepted: int  # absolute offset; resend from here
+    read: bool = True  # somebody is given its output by this Edge; one that was started anew knows of no reader until it is asked again
 
 
 class SignalRequest(Message, frozen=True, kw_only=True):

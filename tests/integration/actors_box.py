@@ -15,6 +15,7 @@ from dsec.actors import capacity
 from dsec.actors.edge import Edge
 from dsec.actors.fence import Fences
 from dsec.actors.host import FakePlanner, Host
+from dsec.actors.outbox import EventSink
 from dsec.actors.scheduler import Scheduler
 from dsec.actors.store import SqliteStore
 from dsec.actors.verbs import Verbs
@@ -82,8 +83,8 @@ class Box:
         self._buses.append(bus)
         return bus
 
-    async def edge(self, name: str = "n1", faults: Faults | None = None, **config: Any) -> Edge:
-        """A serving Edge. A second start under the same name finds the same directory and the same fake kernel."""
+    async def edge(self, name: str = "n1", faults: Faults | None = None, sink: EventSink | None = None, **config: Any) -> Edge:
+        """A serving Edge, whose events are kept or go to ``sink``. A second start under the same name finds the same directory and the same fake kernel."""
         defaults: dict[str, Any] = {
             "name": name, "state_dir": str(self.dir / name), "backends": ("fake",), "heartbeat_ms": 50, "sweep_ms": 50, "memory": 64 * GIB,
         }  # fmt: skip
@@ -98,7 +99,7 @@ class Box:
         backend = FakeBackend(faults, edge=name, node=node, generation=host.generation)
         host.planners["fake"] = FakePlanner(backend, backend.node)
         limits = capacity.limits(whole.edge, memory=64 * GIB, cpus=8, pid_max=1 << 20)
-        edge = Edge(control, bulk, whole.edge, name, store, host, limits, Feed(self.events), fences, self.trust)
+        edge = Edge(control, bulk, whole.edge, name, store, host, limits, sink or Feed(self.events), fences, self.trust)
         self.edges[name], self.backends[name] = edge, backend
         self._ends.append(lambda: self._stop_edge(name, edge))
         await edge.start(records, fenced, rebooted=store.rebooted)

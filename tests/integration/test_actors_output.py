@@ -224,12 +224,12 @@ async def test_events_survive_an_outage_of_the_bus(box: Box, nats_server: NatsSe
     from dsec.bus.events import EventPublisher, EventReader
     from dsec.bus.streams import ensure_events_stream
 
-    edge = await box.edge()
+    bus = await box.bus()
+    await ensure_events_stream(bus)
+    publisher = await EventPublisher(bus, "n1", box.dir / "spool").start()
+    edge = await box.edge(sink=publisher)
     await box.watcher()
     await box.scheduler()
-    await ensure_events_stream(edge.bus)
-    publisher = await EventPublisher(edge.bus, "n1", box.dir / "spool").start()
-    edge.events = publisher
     asker = await Asker(await box.bus()).open()
     await asker.create(5)
     await asker.until(lambda a: len(a.ready) == 5)
