@@ -84,7 +84,8 @@ class Box:
         return bus
 
     async def edge(self, name: str = "n1", faults: Faults | None = None, sink: EventSink | None = None, **config: Any) -> Edge:
-        """A serving Edge, whose events are kept or go to ``sink``. A second start under the same name finds the same directory and the same fake kernel."""
+        """A serving Edge, whose events are kept or go to ``sink``. A second start under the same name finds the same directory and the same
+        fake kernel."""
         defaults: dict[str, Any] = {
             "name": name, "state_dir": str(self.dir / name), "backends": ("fake",), "heartbeat_ms": 50, "sweep_ms": 50, "memory": 64 * GIB,
         }  # fmt: skip
