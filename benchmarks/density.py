@@ -24,7 +24,7 @@ KEYS = (
 )
 DEFAULTS = {"n": 10_000, "singles": 40, "execs": 500, "slice": 500}
 LEVELS = (1_000, 3_200)  # live sandboxes beside which the cost of one more is taken, besides none and all
-LIMITS: libdsec.Options = {"memory": 32 * harness.MIB, "disk": 16 * harness.MIB, "pids": 32, "cpus": 0.2}
+LIMITS: libdsec.Options = {"memory": 32 * harness.MIB, "disk": 16 * harness.MIB, "pids": 32, "cpus": 0.15}
 
 
 def roomy(n: int) -> dict[str, object]:
