@@ -150,6 +150,11 @@ class Edge:
         event = sandbox.telling = self.outbox.make(kind, sandbox.record, detail)
         return [self.outbox.row(event)]
 
+    def unsay(self, sandbox: Sandbox) -> None:
+        event, sandbox.telling = sandbox.telling, None
+        if event is not None:
+            self.outbox.drop(event)
+
     def _tell(self, sandbox: Sandbox) -> str:
         """Tell what is on disk already; its kind, "" when there is nothing."""
         event, sandbox.telling = sandbox.telling, None
@@ -270,6 +275,7 @@ class Edge:
         if self._mute:
             self._mute = False
             self.leases.back(time.monotonic())
+            self.workers.back()
         return True
 
     def _look_at_clocks(self, now: float) -> None:

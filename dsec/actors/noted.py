@@ -83,6 +83,11 @@ def chosen(notes: list[Note], url: str, asked: bool) -> Note | None:
 
 
 def _address(url: str) -> tuple[str, int]:
-    parts = urlsplit(url.split(",", maxsplit=1)[0].strip() if "://" in url else f"nats://{url}")
+    first = url.split(",", maxsplit=1)[0].strip()
+    parts = urlsplit(first if "://" in first else f"nats://{first}")
     host = parts.hostname or ""
-    return "" if host in _LOOPBACK else host, parts.port or 4222
+    try:
+        port = parts.port or 4222
+    except ValueError as error:
+        raise InvalidRequest("not a server's address", field="url", value=url, fix="use nats://host:4222") from error
+    return "" if host in _LOOPBACK else host, port

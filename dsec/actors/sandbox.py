@@ -47,6 +47,10 @@ class Keeper(Protocol):
         """What will be told by the next `changed`, to be written with the change itself."""
         ...
 
+    def unsay(self, sandbox: Sandbox) -> None:
+        """What `word` gave could not be written: it has not happened, and is not told."""
+        ...
+
     def changed(self, sandbox: Sandbox, kind: str, detail: dict[str, object] | None = None) -> None:
         """Tell it; on disk first, with the record as it is."""
         ...
@@ -244,6 +248,7 @@ class Sandbox:
             if not whole_once_it_answers(self.record, self.plan):  # of the others a restarted Edge finds out
                 await self.keeper.store.update(self.record, self.keeper.word(self, "running"))
         except DsecError as error:
+            self.keeper.unsay(self)
             if self.within(State.CREATING):  # else the intake has undone it already, which may be over
                 self.feed(On.LAUNCH_FAILED, detail=str(error))
             return
@@ -416,7 +421,11 @@ class Sandbox:
         if self.within(State.STOPPING, State.STOPPED):
             raise self.gone()
         told = self.keeper.word(self, "packed", {"name": layer.name, "digest": layer.digest, "size": layer.size})
-        await self.keeper.store.update(self.write(), told)
+        try:
+            await self.keeper.store.update(self.write(), told)
+        except DsecError:
+            self.keeper.unsay(self)
+            raise
         faults.reached("capture.settled")
         self.keeper.changed(self, "packed")
         return layer

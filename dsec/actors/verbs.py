@@ -149,7 +149,7 @@ class Verbs:
                 Verb(name="uncheckpoint", request=CheckpointSelector, reply=ManyReply, handler=surely(self.uncheckpoint, again=True)),
                 Verb(name="beat", request=Empty, reply=Heartbeat, handler=self.beat),
                 Verb(name="cancel", request=CancelRequest, reply=Empty, handler=self.cancel),
-                Verb(name="ended", request=EndsWith, reply=Empty, handler=lambda _, request: edge.workers.end(request)),
+                Verb(name="ended", request=EndsWith, reply=Empty, handler=lambda c, request: edge.workers.end(request, c.caller)),
             ),
             verb_of=_fourth,
             caller_of=lambda subject: subjects.everyone_parse(subject)[1],

@@ -161,10 +161,11 @@ class Workers:
         with contextlib.suppress(DsecError):
             self.edge.bus.post(subjects.everyone(self.edge.bus.unit, "ended", caller), EndsWith(worker=sandbox.id))
 
-    def end(self, message: EndsWith) -> Empty:
-        """End what ends with this worker."""
+    def end(self, message: EndsWith, caller: Caller | None = None) -> Empty:
+        """End what ends with this worker, as far as it is ``caller``'s (None: this node says so)."""
         for ulid in list(self._bound.get(message.worker, ())):
-            if (sandbox := self.edge.sandboxes.get(ulid)) is not None:
+            sandbox = self.edge.sandboxes.get(ulid)
+            if sandbox is not None and (caller is None or subjects.owns(caller.principal, sandbox.record.principal)):
                 sandbox.feed(On.LEASE, Exit(reason=ExitReason.LEASE, detail=f"{message.worker} has ended, and this with it"))
         return Empty()
 
@@ -183,6 +184,7 @@ class Workers:
         for worker in self._bound:
             with contextlib.suppress(InvalidRequest):
                 by_edge.setdefault(SandboxId.parse(worker).edge, []).append(worker)
+        self._silent = {name: since for name, since in self._silent.items() if name in by_edge}
         await asyncio.gather(*(self._ask_one(name, ids) for name, ids in by_edge.items()))
 
     async def _ask_one(self, name: str, ids: list[str]) -> None:
@@ -193,6 +195,9 @@ class Workers:
             else:
                 gone = (await edge.bus.call(subjects.edge(edge.bus.unit, name, "lives"), request, LivesReply, timeout=2.0)).gone
         except (Unavailable, DeadlineExceeded):
+            if not edge.bus.connected:  # it is we who are away, which says nothing of it
+                self.back()
+                return
             # Its sandboxes run on without it, until its holder ends them: by then so do these, or when its node is declared lost.
             since = self._silent.setdefault(name, time.monotonic())
             grace = edge.config.orphan_grace_ms / 1e3
@@ -205,6 +210,10 @@ class Workers:
             self._silent.pop(name, None)
         for worker in gone:
             self.end(EndsWith(worker=worker))
+
+    def back(self) -> None:
+        """We were away from the bus: who did not answer meanwhile was perhaps there."""
+        self._silent.clear()
 
     async def _is_lost(self, name: str) -> bool:
         bus = self.edge.bus

@@ -201,7 +201,7 @@ def _discard(place: str) -> None:
 def in_namespace_of(pid: int, name: str, kind: int, work: Callable[[], T]) -> T:
     """What ``work`` answers in a namespace of ``pid``; in a thread that ends, so that no other work of ours is ever in there."""
     made: list[T] = []
-    failed: list[OSError] = []
+    failed: list[BaseException] = []
 
     def inside() -> None:
         try:
@@ -211,7 +211,7 @@ def in_namespace_of(pid: int, name: str, kind: int, work: Callable[[], T]) -> T:
             finally:
                 os.close(fd)
             made.append(work())
-        except OSError as error:
+        except BaseException as error:  # noqa: BLE001 - raised again by who waits
             failed.append(error)
 
     thread = threading.Thread(target=inside, name=f"dsec-{name}")
@@ -232,9 +232,13 @@ def _next(path: str) -> str:
     return f"{os.path.dirname(path)}/{os.path.basename(path).upper()}"
 
 
+def _former(path: str) -> str:
+    return f"{path}.former"
+
+
 def forget_sockets(path: str) -> None:
     """Take the agent's socket away."""
-    for each in (path, _next(path)):
+    for each in (path, _next(path), _former(path)):
         with contextlib.suppress(FileNotFoundError):
             os.unlink(each)
 
@@ -267,9 +271,20 @@ def move_house(init: int, path: str, generation: int) -> int:
             call.sendall(wire.frame(wire.Type.HELLO, 0, wire.hello(generation)))
             _expect(call, wire.Type.HELLO)
             rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [listener.fileno()]))]
-            call.sendmsg([wire.frame(wire.Type.LISTEN, 1, b"")], rights)
-            _expect(call, wire.Type.OK)
-            os.rename(fresh, path)
+            former = _former(path)
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(former)
+            os.link(path, former)
+            os.rename(fresh, path)  # first: an agent that is slow to take it does so later, and who calls meanwhile waits in its queue
+            try:
+                call.sendmsg([wire.frame(wire.Type.LISTEN, 1, b"")], rights)
+                _expect(call, wire.Type.OK)
+            except TimeoutError:
+                raise
+            except OSError:  # it will not
+                os.rename(former, path)
+                raise
+            os.unlink(former)
             if call.recv(1):
                 raise OSError("it goes on talking")
             return os.fstat(listener.fileno()).st_ino

@@ -37,7 +37,12 @@ class LayersHeld(Core):
             pin = pin_layer(mount)  # `dsec layer rm` and gc leave a layer alone while this is open
             try:
                 fd = self._borrow(**call["of"]) if call.message.get("of") and not self.by_paths else -1
-                self._hold(call["key"], fd if fd >= 0 else self.guarded(mount))
+                fd = fd if fd >= 0 else self.guarded(mount)
+                try:
+                    self._hold(call["key"], fd)
+                except BaseException:
+                    os.close(fd)
+                    raise
             except BaseException:
                 os.close(pin)
                 raise

@@ -181,8 +181,8 @@ class Zygotes(Core):
 
     def _launched(self, box: Sandbox, pid: int, why: str) -> None:
         """It is the agent now, or ``why`` says what failed."""
-        if not pid:
-            self._failed(box, why)
+        if not pid or (box.init < 0 and box.ended is None):
+            self._failed(box, why or "its process could not be watched: no descriptor is left")
             return
         box.starting, box.why = False, why
         if box.ended is not None:

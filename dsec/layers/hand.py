@@ -11,6 +11,7 @@ import ctypes
 import os
 import platform
 import select
+import threading
 import time
 from pathlib import Path
 
@@ -58,6 +59,7 @@ class Hand:
         self._epoll = select.epoll()
         self._places: dict[int, Place] = {}
         self._at: dict[int, int] = {}  # descriptor -> number, without the library
+        self._counting = threading.Lock()
         self._library = load(library)
         if self._library is not None:
             self._library.hand_wait.argtypes = (ctypes.c_int, ctypes.c_void_p)
@@ -84,22 +86,27 @@ class Hand:
         while True:
             for fd, _ in self._epoll.poll(-1, 1):
                 place = self._places[self._at[fd]]
-                place.inside = 1
+                with self._counting:
+                    place.inside += 1
                 if not place.closed:
                     found.number, found.kind = place.number, READY
                     return
-                place.inside = 0
+                with self._counting:
+                    place.inside -= 1
 
     def arm(self, number: int, *, again: bool = True) -> None:
         """The next may come; ``again`` False: there will be none."""
         place = self._places[number]
-        if self._library is not None and again:
+        if not again:
+            place.closed = 1
+        if self._library is not None:
             self._library.hand_arm(self._epoll.fileno(), ctypes.addressof(place))
             return
-        place.inside = 0
-        if again and not place.closed:
+        if not place.closed:
             with contextlib.suppress(FileNotFoundError):  # `remove` was quicker
                 self._epoll.modify(place.fd, select.EPOLLIN | select.EPOLLONESHOT)
+        with self._counting:
+            place.inside -= 1
 
     def remove(self, number: int) -> None:
         """Nothing is taken any more when this returns; it may sleep for a moment."""

@@ -26,6 +26,7 @@ Given = Generator[Any, None, None]
 Pieces = Callable[[Sequence[Span]], Given]  # of neighbouring spans, in order; what it gives has the buffer protocol
 
 CONNECT_S = 3.0
+KEPT = 4  # idle connections, or buffers, of one blob
 _HEAD = 8192  # bytes of an answer's head at most
 _ANSWER = re.compile(rb"HTTP/1\.1 206 [^\r\n]*\r\n")
 _LENGTH = re.compile(rb"\r\ncontent-length:[ \t]*(\d+)[ \t]*\r\n", re.IGNORECASE)
@@ -88,7 +89,8 @@ class _Directory:
                         done += got
                     yield view[:done]
         finally:
-            self._idle.append(buffer)
+            if len(self._idle) < KEPT:
+                self._idle.append(buffer)
 
 
 class _Odd(Exception):
@@ -125,7 +127,7 @@ class _Web:
                 yield piece
             good = connection.keep
         finally:
-            if good:
+            if good and len(self._idle) < KEPT:
                 self._idle.append(connection)
             else:
                 connection.close()

@@ -25,6 +25,7 @@ struct image {
 	uint64_t found, room;
 	struct extent *out;
 	uint64_t count, most, big;
+	uint64_t steps; /* that are left: an image that goes in circles ends here, an honest one needs far fewer than it has bytes */
 };
 
 struct inode {
@@ -62,7 +63,8 @@ static void file(struct image *image, const struct inode *found, uint32_t folder
 	uint32_t shift = image->bits + (found->start & 0x1F), large = found->size > image->big;
 	uint64_t at = (found->tail + 7) & ~7ULL, size = found->size;
 	struct extent *last = NULL;
-	for (uint64_t begin = 0; shift < 48 && begin < size; begin += 1ULL << shift, at += 8) {
+	for (uint64_t begin = 0; shift < 48 && begin < size && image->steps; begin += 1ULL << shift, at += 8) {
+		image->steps--;
 		uint32_t block = (uint32_t)get(image, at + 4, 4);
 		uint64_t start = (uint64_t)block << image->bits, length = size - begin < 1ULL << shift ? size - begin : 1ULL << shift;
 		if (at + 8 > image->size)
@@ -93,7 +95,8 @@ static void block(struct image *image, uint64_t at, uint64_t length, uint32_t fo
 	if (at > image->size || length > image->size - at)
 		return;
 	uint64_t names = get(image, at + 8, 2);
-	for (uint64_t entry = 0; entry + DIRENT <= names && names <= length; entry += DIRENT) {
+	for (uint64_t entry = 0; entry + DIRENT <= names && names <= length && image->steps; entry += DIRENT) {
+		image->steps--;
 		uint64_t nid = get(image, at + entry, 8), name = get(image, at + entry + 8, 2);
 		uint64_t end = entry + 2 * DIRENT <= names ? get(image, at + entry + DIRENT + 8, 2) : length;
 		struct inode found;
@@ -120,7 +123,7 @@ static int by_start(const void *left, const void *right)
  */
 int64_t files_read(const uint8_t *data, uint64_t size, uint64_t big, struct extent *out, uint64_t most)
 {
-	struct image image = {.data = data, .size = size, .out = out, .most = most, .big = big};
+	struct image image = {.data = data, .size = size, .out = out, .most = most, .big = big, .steps = size};
 	uint64_t kept = 0;
 	if (size < SUPER + 128 || get(&image, SUPER, 4) != 0xE0F5E1E2)
 		return -1;
@@ -141,7 +144,7 @@ int64_t files_read(const uint8_t *data, uint64_t size, uint64_t big, struct exte
 		if (!inode(&image, image.folders[next], &found) || (found.layout != PLAIN && found.layout != INLINE) || found.size > size)
 			continue;
 		uint64_t whole = found.layout == INLINE ? found.size & ~(step - 1) : found.size;
-		for (uint64_t at = 0; at < whole; at += step)
+		for (uint64_t at = 0; at < whole && image.steps; at += step)
 			block(&image, ((uint64_t)found.start << image.bits) + at, whole - at < step ? whole - at : step, folder, &units);
 		if (whole < found.size)
 			block(&image, found.tail, found.size - whole, folder, &units);

@@ -159,9 +159,9 @@ static int take(struct gate *gate, struct found *out)
 void hand_arm(int epoll, struct gate *gate)
 {
 	struct event event = {.events = ONE_THREAD, .gate = gate};
-	__atomic_store_n(&gate->inside, 0, __ATOMIC_SEQ_CST);
 	if (!__atomic_load_n(&gate->closed, __ATOMIC_SEQ_CST))
 		epoll_ctl(epoll, EPOLL_CTL_MOD, gate->fd, &event);
+	__atomic_sub_fetch(&gate->inside, 1, __ATOMIC_SEQ_CST); /* last: from here on the descriptor may be closed, and its number another's */
 }
 
 int hand_add(int epoll, struct gate *gate)
@@ -187,7 +187,7 @@ void hand_wait(int epoll, struct found *out)
 		if (epoll_wait(epoll, &event, 1, -1) != 1)
 			continue;
 		struct gate *gate = event.gate;
-		__atomic_store_n(&gate->inside, 1, __ATOMIC_SEQ_CST);
+		__atomic_add_fetch(&gate->inside, 1, __ATOMIC_SEQ_CST); /* a count: the next may be in before the last is out */
 		if (!__atomic_load_n(&gate->closed, __ATOMIC_SEQ_CST)) {
 			out->number = gate->number;
 			if (!gate->plain) {

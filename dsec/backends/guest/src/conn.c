@@ -238,7 +238,7 @@ static ssize_t receive(struct conn *c) {
         struct cmsghdr align;
     } control;
     struct iovec piece = {c->in + c->in_n, c->in_cap - c->in_n};
-    struct msghdr m = {.msg_iov = &piece, .msg_iovlen = 1, .msg_control = &control, .msg_controllen = sizeof control};
+    struct msghdr m = {.msg_iov = &piece, .msg_iovlen = 1, .msg_control = &control, .msg_controllen = CMSG_LEN(sizeof(int))}; /* not SPACE: its padding is room for another */
     ssize_t n = recvmsg(c->w.fd, &m, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
     struct cmsghdr *h = n < 0 ? NULL : CMSG_FIRSTHDR(&m);
     if (h && h->cmsg_level == SOL_SOCKET && h->cmsg_type == SCM_RIGHTS && h->cmsg_len == CMSG_LEN(sizeof(int))) {

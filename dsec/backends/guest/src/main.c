@@ -59,13 +59,14 @@ static void reap(int fd) {
 static struct watch listener = {.kind = K_LISTEN, .fd = -1};
 
 bool listen_at(int fd) {
-    struct watch next = {.kind = K_LISTEN, .fd = fd};
+    struct epoll_event e = {.events = EPOLLIN, .data.ptr = &listener};
     fcntl(fd, F_SETFD, FD_CLOEXEC);
     fcntl(fd, F_SETFL, O_NONBLOCK);
+    if (epoll_ctl(epoll_fd, EPOLL_CTL_ADD, fd, &e)) return false; /* and the former one serves on */
     watch_close(&listener);
-    listener = next;
+    listener = (struct watch){K_LISTEN, fd, EPOLLIN};
     listen_fd = fd;
-    return watch_set(&listener, EPOLLIN);
+    return true;
 }
 
 static int usage(void) {
