@@ -15,10 +15,10 @@ import re
 import threading
 from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Literal, Self, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, Unpack
 
 import libdsec.client as aio
-from dsec.bus.messages import ClusterView, Event
+from dsec.bus.messages import ClusterView, EdgeInfo, Event
 from dsec.errors import DsecError, InvalidRequest
 from dsec.model import Checkpoint, Exit, OpStatus, PackedLayer, Paused, SandboxInfo, SandboxSpec, Stat
 from libdsec import names
@@ -36,6 +36,9 @@ from libdsec.session import Session as AioSession
 from libdsec.spec import Options
 from libdsec.tree import Unpacked
 from libdsec.watch import FileEvent
+
+if TYPE_CHECKING:
+    from libdsec.draining import DrainMode
 
 T = TypeVar("T")
 Outcomes = list[ItemOutcome]
@@ -219,6 +222,9 @@ class Client(Named):
 
     def nodes(self) -> ClusterView:
         return self._run(self._client.nodes())
+
+    def drain(self, node: str, mode: DrainMode = "mark", *, timeout: float | None = None) -> EdgeInfo:
+        return self._run(self._client.drain(node, mode, timeout=timeout))
 
     def events(self, labels: Mapping[str, str] | None = None, *, since: str | float | None = None, follow: bool = True) -> Iterator[Event]:
         return _iterate(self._running(), self._client.events(labels, since=since, follow=follow))

@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Mappi
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self, Unpack
 
-from dsec.bus.messages import ClusterView, Event, Lease
+from dsec.bus.messages import ClusterView, EdgeInfo, Event, Lease
 from dsec.bus.subjects import OF_JOB, Caller, inbox
 from dsec.bus.transport import Msg, Subscription
 from dsec.errors import DsecError, InvalidRequest, Unavailable
@@ -29,6 +29,7 @@ Checkpoints = list[Checkpoint]
 
 if TYPE_CHECKING:
     from libdsec.checkpoint import Restored
+    from libdsec.draining import DrainMode
 
 URL_VARIABLE, PROJECT_VARIABLE = "DSEC_URL", "DSEC_PROJECT"
 PRINCIPAL_VARIABLE, UNIT_VARIABLE = "DSEC_PRINCIPAL", "DSEC_UNIT"
@@ -302,6 +303,23 @@ class Client(Many, Named):
             fix = "start one with `dsec serve watcher` or `dsec up`"
             raise Unavailable("no Watcher publishes a view of the cluster", reason="silent", fix=fix)
         return view
+
+    async def drain(
+        self, node: str, mode: DrainMode = "mark", *, timeout: float | None = None, progress: Callable[[EdgeInfo], object] | None = None
+    ) -> EdgeInfo:
+        """Empty a node. The order is its Edge's: it outlives this client and the Edge's process, until ``mode="undo"``.
+
+        Args:
+            mode: "mark" (takes no more sandboxes) and "undo" return at once; "wait" when its last sandbox has ended; "stop" and "pause"
+                when all have been stopped or paused. What could not be paused is in ``trouble``.
+            timeout: seconds after which `DeadlineExceeded` is raised, and the node goes on draining; None or 0 = no limit.
+            progress: called with how the node stands whenever it was asked.
+
+        Raises: `NotFound` (no such node), `Unavailable`, `Conflict` (reason ``undone``) when somebody gives another order meanwhile.
+        """
+        from libdsec.draining import drain
+
+        return await drain(self._wire, node, mode, timeout, progress)
 
     async def events(
         self,

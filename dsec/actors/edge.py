@@ -22,6 +22,7 @@ from dsec.actors import capacity, leases
 from dsec.actors.adopting import Adoption
 from dsec.actors.checkpoints import Checkpoints
 from dsec.actors.commands import Commands
+from dsec.actors.drain import Drain
 from dsec.actors.fence import Fences
 from dsec.actors.host import Host
 from dsec.actors.intake import Intake, demand_of
@@ -73,7 +74,7 @@ class Edge:
         self.owners: Counter[str] = Counter()  # live sandboxes by principal
         self.stood_on: dict[str, int] = {}  # live sandboxes by layer
         self.alone: Counter[str] = Counter()  # of those, the ones with isolation="user"
-        self.draining = False
+        self.drain = Drain(self)
         self.adopting = True
         self.stopping = self.over = False
         self.intake = Intake(self)
@@ -110,6 +111,7 @@ class Edge:
         await self.commands.recover(self.sandboxes.get)
         await self.checkpoints.recover()
         faults.reached("adopt.recovered")
+        self.drain.take_up()
         self.adopting = False
         self.spawn(self._sweep())
         self.beat()
@@ -386,7 +388,7 @@ class Edge:
             states=dict(Counter(str(sandbox.state) for sandbox in self.sandboxes.values())),
             principals=dict(self.owners),
             exclusive=self.exclusive(),
-            draining=self.draining or self.adopting or self.stopping or self.standing.in_doubt(),
+            draining=bool(self.drain.mode) or self.adopting or self.stopping or self.standing.in_doubt(),
             layers=len(self.stood_on),
             loop_lag_ms=round(lag * 1000, 3),
             leaving=leaving,

@@ -236,7 +236,7 @@ class Intake:
     def _closed_to(self, principal: str, spec: SandboxSpec) -> str:
         """The filter that keeps this node from taking the sandbox, other than capacity."""
         edge = self.edge
-        if edge.stopping or edge.draining or edge.adopting or edge.standing.in_doubt():
+        if edge.stopping or edge.drain.mode or edge.adopting or edge.standing.in_doubt():
             return "draining"
         if len(self.queue) >= edge.config.queue_max:
             return "queue"

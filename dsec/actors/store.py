@@ -99,6 +99,7 @@ class Store(Protocol):
 
     incarnation: str
     rebooted: bool  # the machine has been started anew since the last time
+    drain: str  # what was last given to `put_drain`, when it was opened
 
     async def settle(self) -> None:
         """What was recorded before the machine was started anew has been seen to."""
@@ -167,6 +168,10 @@ class Store(Protocol):
 
     async def checkpoints(self) -> dict[str, bytes]: ...
 
+    async def put_drain(self, order: str) -> None:
+        """How the node is being emptied, "" = it is not; opaque here (dsec/actors/drain.py)."""
+        ...
+
     async def close(self) -> None: ...
 
 
@@ -195,6 +200,7 @@ class SqliteStore:
         self._broken: BaseException | None = None
         self.incarnation = ""
         self.rebooted = False
+        self.drain = ""
         self._starts = 0
 
     async def open(self) -> list[Record]:
@@ -267,6 +273,9 @@ class SqliteStore:
 
     async def checkpoints(self) -> dict[str, bytes]:
         return {row[0]: bytes(row[1]) for row in await self._read("SELECT ulid, entry FROM checkpoint")}
+
+    async def put_drain(self, order: str) -> None:
+        await self._do(("INSERT OR REPLACE INTO meta (key, value) VALUES ('drain', ?)", [(order,)]))
 
     async def _read(self, sql: str, *args: object) -> list[tuple[Any, ...]]:
         """On a connection of its own: a reader waits for no writer (WAL)."""
@@ -419,6 +428,7 @@ class SqliteStore:
         self._starts = int(meta["starts"])
         self.incarnation = f"{meta['uuid']}.{self._starts}"
         self.rebooted = meta["boot"] != _boot_id()
+        self.drain = meta.get("drain", "")
         return db
 
     def _unlock(self) -> None:
@@ -437,6 +447,7 @@ class MemoryStore:
         self._events: dict[int, bytes] = {}
         self.incarnation = f"{uuid.uuid4().hex}.1"
         self.rebooted = False
+        self.drain = ""
 
     async def settle(self) -> None:
         return None
@@ -510,6 +521,9 @@ class MemoryStore:
 
     async def checkpoints(self) -> dict[str, bytes]:
         return dict(self._checkpoints)
+
+    async def put_drain(self, order: str) -> None:
+        self.drain = order
 
     async def prune(self, ulids: Sequence[str]) -> None:
         for ulid in ulids:

@@ -15,7 +15,6 @@ from typing import Any
 import msgspec
 
 from dsec import faults
-from dsec.actors.drain import Drain
 from dsec.actors.edge import Edge
 from dsec.actors.pump import Pump, Readers, bounded
 from dsec.actors.sandbox import Sandbox, ended
@@ -79,7 +78,6 @@ class Verbs:
     def __init__(self, edge: Edge) -> None:
         self.edge = edge
         self._readers = Readers()
-        self._drain = Drain(edge)
 
     async def serve(self) -> None:
         edge, unit = self.edge, self.edge.bus.unit
@@ -527,8 +525,9 @@ class Verbs:
 
     async def drain(self, context: Context, request: DrainRequest) -> EdgeInfo:
         """Take no more; with mode "stop" or "pause" also see to those that are here. It goes on when the caller's time is up."""
-        trouble = await self._drain.order(request, _wait(context, 5_000))
-        return msgspec.structs.replace(self._info(), trouble=trouble)
+        drain = self.edge.drain
+        await drain.order(request, _wait(context, 5_000))
+        return msgspec.structs.replace(self._info(), trouble=tuple(drain.trouble.values()), drained=drain.done)
 
     def doubt(self, _context: Context, _request: Empty) -> Empty:
         """A Watcher hears us, and has declared us lost."""

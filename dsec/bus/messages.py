@@ -461,6 +461,7 @@ class ClusterView(Message, frozen=True, kw_only=True):
 class DrainRequest(Message, frozen=True, kw_only=True):
     mode: str = "wait"  # wait | stop | pause
     undo: bool = False
+    again: bool = False  # no new order: how this one stands; `conflict` where it was undone meanwhile
 
 
 class EdgeInfo(Message, frozen=True, kw_only=True):
@@ -468,6 +469,7 @@ class EdgeInfo(Message, frozen=True, kw_only=True):
     capabilities: tuple[dict[str, object], ...] = ()
     degraded: tuple[str, ...] = ()
     trouble: tuple[str, ...] = ()  # of a drain: sandboxes that could not be paused, and why
+    drained: bool = False  # of a drain: all is done that was ordered, as far as it could be
 
 
 # ------------------------------------------------------------------ events

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from dsec.bus.messages import ClusterView, EdgeInfo, Event
     from dsec.model import SandboxInfo
     from libdsec import ItemOutcome
+    from libdsec.draining import DrainMode
 
 
 def label_text(labels: dict[str, str]) -> str:
@@ -282,25 +283,25 @@ def node_ls(settings: Settings) -> None:
 @click.option("--undo", "mode", flag_value="undo", help="Take sandboxes again.")
 @click.option("--timeout", type=click.FloatRange(min=0.1), default=None, metavar="SECONDS", help="Give up waiting. [default: never]")
 @common
-def node_drain(settings: Settings, node: str, mode: str | None, timeout: float | None) -> int:
+def node_drain(settings: Settings, node: str, mode: DrainMode | None, timeout: float | None) -> int:
     """Give NODE no new sandboxes. Without an option those that it has go on.
 
-    Exit code 4 when SECONDS pass first, 1 when a sandbox could not be paused; the node goes on draining either way.
+    The order outlives this command and the node's daemon. Exit code 4 when SECONDS pass first, 1 when a sandbox could not be paused; the
+    node goes on draining either way. Exit code 1 also when somebody takes the order back meanwhile.
     """
-    from dsec.commands.drain import drain, words
 
     last = ""
 
     def told(info: EdgeInfo) -> None:
         nonlocal last
-        line = words(info.heartbeat.states)
+        line = ", ".join(f"{count} {state}" for state, count in sorted(info.heartbeat.states.items()) if count) or "no sandboxes"
         if mode in ("wait", "stop", "pause") and line != last:
             click.echo(f"{node}: {line}", err=True)
         last = line
 
     async def work() -> EdgeInfo:
         async with settings.connect() as client:
-            return await drain(client, node, mode or "mark", timeout=timeout or 0.0, told=told)
+            return await client.drain(node, mode or "mark", timeout=timeout, progress=told)
 
     info = run(work())
     if settings.json:
