@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import difflib
 import os
 import random
@@ -18,7 +19,7 @@ from dsec.bus.bus import Bus
 from dsec.bus.messages import Event, EventBatch
 from dsec.bus.streams import EVENTS_STREAM, Record, ask, checked
 from dsec.bus.transport import Msg, log
-from dsec.errors import Denied, DsecError, InvalidRequest, NotFound, Unavailable
+from dsec.errors import DeadlineExceeded, Denied, DsecError, InvalidRequest, NotFound, Unavailable
 from dsec.model import SandboxId, new_ulid
 
 if TYPE_CHECKING:
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 
 BATCH_EVENTS = 256
 BATCH_BYTES = 256 * 1024
+TRIES = 4  # for a consumer: JetStream may place it on a server that has died a moment ago, which nobody answers for
+ANSWER_S = 3.0  # seconds for each of them
 
 
 def batches(events: Iterable[Event]) -> list[tuple[str, str, list[Event]]]:
@@ -157,7 +160,11 @@ class EventPublisher:
                     await asyncio.sleep(self.linger)
             self._wake.clear()
             if self._failed or self._spool or not self.bus.connected:
-                await self._through_spool()
+                try:
+                    await self._through_spool()
+                except OSError as error:  # a disk that reads or removes nothing now: what was told is told again later
+                    log.error("bus.spool_failed", edge=self.edge, error=str(error))
+                    await asyncio.sleep(1.0)
             else:
                 self._outgoing.extend(self._take())
                 while self._outgoing:
@@ -254,12 +261,26 @@ class EventPublisher:
             await self._spool.append(records)
             for record in records:
                 self._safe(record)
-        except OSError as error:  # a full disk: keep them in memory, bounded by the queue's limit
+        except OSError as error:  # a full disk: keep them in memory, as many bytes as the spool may have
             self._failed = records + self._failed
+            self._let_go()
             log.error("bus.spool_failed", edge=self.edge, error=str(error), messages=len(records))
             await asyncio.sleep(1.0)
         if self._spool.lost > before:
             self.bus.events.emit("events_lost", f"{self._spool.lost} messages dropped by the spool's bound", level="error")
+
+    def _let_go(self) -> None:
+        """Of what neither the stream nor the disk takes, the oldest go beyond the bound."""
+        over = sum(len(record.data) for record in self._failed) - self._spool_limit
+        count = 0
+        while over > 0:
+            over -= len(self._failed[count].data)
+            self._safe(self._failed[count])
+            count += 1
+        if count:
+            del self._failed[:count]
+            self._dropped += count
+            self.bus.events.emit("events_lost", f"{count} messages dropped: neither JetStream nor the disk takes them", level="error")
 
 
 # ------------------------------------------------------------------ reading
@@ -343,7 +364,7 @@ class EventReader:
         self._reply = self.bus.new_inbox()
         self._subscription = await self.bus.subscribe_raw(self._reply, self._inbox.put_nowait)
         try:
-            await self._create()
+            await self._begin()
         except BaseException:
             await self.close()
             raise
@@ -381,6 +402,13 @@ class EventReader:
         return self._ready.popleft()
 
     # ------------------------------------------------------------------ the consumer
+    async def _begin(self) -> None:
+        for _ in range(TRIES - 1):
+            with contextlib.suppress(DeadlineExceeded):
+                await self._create()
+                return
+        await self._create()
+
     async def _create(self) -> None:
         unit, project = self.bus.unit, subjects.project_tokens(self.project)
         bases = [f"{subjects.ROOT}.{unit}.evt.{kind}.*.*" for kind in sorted(self.kinds) or ["*"]]
@@ -404,7 +432,8 @@ class EventReader:
             stamp = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(start_time(self._since)))
             config |= {"deliver_policy": "by_start_time", "opt_start_time": stamp}
         name = config["name"]
-        answer = await ask(self.bus, f"CONSUMER.CREATE.{self.stream}.{name}", {"stream_name": self.stream, "config": config})
+        order = {"stream_name": self.stream, "config": config}
+        answer = await ask(self.bus, f"CONSUMER.CREATE.{self.stream}.{name}", order, timeout=ANSWER_S)
         self._consumer = name
         self._pending = int(answer.get("num_pending", 0))
         if self._since is None and self._sequence is None:

@@ -46,8 +46,9 @@ async def test_a_leaders_death_loses_no_event(state_dir: Path) -> None:
             await publisher.drained(60)
             print(f"\nall acknowledged {time.monotonic() - killed:.1f} s after the leader's death")
             assert publisher.lost == 0
-            got = [event.n async for event in read_events(bus, since="all", follow=False)]
-            assert sorted(got) == list(range(1, posted + 1))
+            for _ in range(5):  # a reader's place may be on the server that is gone: then it gets another
+                got = [event.n async for event in read_events(bus, since="all", follow=False)]
+                assert sorted(got) == list(range(1, posted + 1))
             entry = await chosen(lambda: bucket.get("n1"))  # its leader may have been there too
             assert entry is not None
             assert (entry.value, entry.revision) == (b"fenced", revision)

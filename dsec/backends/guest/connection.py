@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Callable, Mapping
 from typing import TypeVar
 from weakref import WeakKeyDictionary
@@ -10,10 +11,11 @@ from weakref import WeakKeyDictionary
 from dsec.backends.guest import wire
 from dsec.backends.guest.answers import guest_error
 from dsec.backends.guest.channel import Channel, ChannelLost, Expected, open_channel
-from dsec.errors import DeadlineExceeded, DsecError, SandboxError, Unavailable
+from dsec.errors import DeadlineExceeded, DsecError, SandboxError, SandboxGone, Unavailable
 
 T = TypeVar("T")
 MOST_IDLE = 256  # connections that may stand open unused in one loop: each holds a descriptor and a buffer, and opening one takes 0.2 ms
+CLOSED = (0.0, 0.02, 0.1, 0.3)  # seconds before it is called again after it has hung up: it may be ending, its listener a moment after that
 SILENCE = 5.0  # seconds without a word from an agent that was asked, after which it is said not to answer
 
 
@@ -58,6 +60,12 @@ class _Reaper:
 
 
 _reapers: WeakKeyDictionary[asyncio.AbstractEventLoop, _Reaper] = WeakKeyDictionary()
+
+
+def in_touch(loop: asyncio.AbstractEventLoop) -> list[str]:
+    """Paths of the guests to whom a connection of this loop is open: what they run has lately been asked for. Callable in any thread."""
+    reaper = _reapers.get(loop)
+    return [each.path for each in list(reaper.connections)] if reaper is not None else []
 
 
 class _Patience:
@@ -216,7 +224,7 @@ class Connection:
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(self.silence if self._known and not await self._stands_still() else self.request_timeout):
-                channel = await open_channel(self.path, self.generation, self.expect_pid, self.sandbox_id, self._on_lost)
+                channel = await self._call()
         except TimeoutError:
             raise (self._no_answer() if self._known else DeadlineExceeded("the guest does not answer", sandbox=self.sandbox_id)) from None
         except wire.WireError as error:
@@ -233,6 +241,18 @@ class Connection:
             reaper = _reapers[loop] = _Reaper(loop)
         reaper.add(self)
         return channel
+
+    async def _call(self) -> Channel:
+        """Raises `SandboxGone` when nobody listens, and `ChannelLost` when whoever does hangs up again and again, or says why."""
+        call = functools.partial(open_channel, self.path, self.generation, self.expect_pid, self.sandbox_id, self._on_lost)
+        for pause in CLOSED:
+            try:
+                return await call()
+            except ChannelLost as lost:
+                if lost.refusal is not None:
+                    raise
+            await asyncio.sleep(pause)
+        return await call()
 
     def _on_lost(self, channel: Channel) -> None:
         if self._channel is channel:
@@ -256,7 +276,7 @@ class Connection:
                 value = await self._answer(channel, request, future)
             except ChannelLost:
                 if not repeat or attempt == 2:
-                    raise self._lost() from None
+                    raise await self._broken() from None
                 continue
             if isinstance(value, wire.Error):
                 raise self._error(value, values)
@@ -300,6 +320,16 @@ class Connection:
 
     def _error(self, error: wire.Error, values: Mapping[str, str]) -> DsecError:
         return guest_error(error, {**self._defaults, **{key: value for key, value in values.items() if value}}, self.sandbox_id)
+
+    async def _broken(self) -> DsecError:
+        """What is told of a request whose connection broke and that must not be repeated: that the sandbox has ended, if it has."""
+        try:
+            await self._open()
+        except SandboxGone as gone:
+            return gone
+        except DsecError:
+            pass  # what keeps it from being called now is another's to tell
+        return self._lost()
 
     def _lost(self) -> Unavailable:
         return Unavailable("the connection to the guest broke", sandbox=self.sandbox_id)

@@ -20,7 +20,7 @@ from dsec.backends.guest import wire
 from dsec.backends.guest.answers import MERGED, OwnFrames, Reader, Result, op_status, stat
 from dsec.backends.guest.channel import ChannelLost, Expected
 from dsec.backends.guest.connection import SILENCE, Connection
-from dsec.errors import NotFound, Unavailable
+from dsec.errors import NotFound, SandboxGone, Unavailable
 from dsec.model import ExecSpec, FileReply, FileRequest, OpStatus
 
 WINDOW = 1 << 20  # bytes of each stream that may be under way to a reader
@@ -285,7 +285,7 @@ class Link(Connection):
 
     async def shutdown(self) -> None:
         """Tell Aether to kill everything in its pid namespace and to exit. The death itself is seen elsewhere."""
-        with suppress(Unavailable):  # the answer may be overtaken by the end
+        with suppress(Unavailable, SandboxGone):  # the answer may be overtaken by the end
             await self._request(wire.Type.STOP, b"", {})
 
     def hang_up(self) -> None:

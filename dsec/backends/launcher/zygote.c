@@ -247,7 +247,7 @@ static struct started start(void) {
         close(made[1]);
         become_sandbox(&prepared);
     }
-    close(ends[1]), close(made[0]);
+    close(ends[1]), close(made[0]), close(listener); /* once the agent has ended nobody holds it, and who calls hears that */
     return (struct started){.pid = (int)pid, .pidfd = pidfd, .news = ends[0], .groups_made = made[1]};
 }
 
