@@ -99,7 +99,7 @@ async def kills(options: Namespace) -> dict[str, int]:
     """What deaths at random lose or do twice. Raises `WrongAnswer` for any other contradiction."""
     place = Path(tempfile.mkdtemp(prefix="dsec-bench-", dir="/tmp"))
     try:
-        report = await Campaign(place, options.seed, container=True, deaths=options.kills, told=harness.say).run()
+        report = await Campaign(place, options.seed, container=True, deaths=options.kills, dense=True, told=harness.say).run()
     finally:
         await asyncio.to_thread(trees.clear, place)
     counts = {kind: sum(wrong.kind == kind for wrong in report.wrong) for kind in ("lost event", "lost result", "doubled result")}

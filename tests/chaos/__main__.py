@@ -25,7 +25,7 @@ def container_missing() -> str:
 
 def show(report: Report, whole: bool) -> int:
     """Print what was found; the process's exit code."""
-    print(f"\n{report.rounds} rounds, {report.deaths} deaths of actors, {report.steps} results of steps")
+    print(f"\n{report.rounds} rounds, {report.deaths} deaths, {report.steps} results of steps")
     print("calls:", ", ".join(f"{what} {count}" for what, count in report.counts.items()))
     print("slowest:", ", ".join(f"{what} {seconds} s" for seconds, what in report.slowest))
     print(f"kill points reached ({len(report.reached)} of {len(report.reached) + len(report.missing)}):")
@@ -47,6 +47,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=300.0, help="default 300")
     parser.add_argument("--rounds", type=int, default=0, help="at most so many; 0 = until the time is over")
     parser.add_argument("--first", type=int, default=0, help="begin at this round")
+    parser.add_argument("--dense", action="store_true", help="as many deaths as can be, in place of every kill point once")
     parser.add_argument("--backend", choices=("auto", "container", "fake"), default="auto", help="auto: containers where they can be made")
     options = parser.parse_args()
     missing = container_missing()
@@ -58,12 +59,13 @@ def main() -> int:
     place = Path(tempfile.mkdtemp(prefix="dsec-c-", dir="/tmp"))
     keep = False
     try:
-        campaign = Campaign(place, seed, seconds=options.seconds, rounds=options.rounds, first=options.first, container=container)
+        bounds = {"seconds": options.seconds, "rounds": options.rounds, "first": options.first}
+        campaign = Campaign(place, seed, **bounds, container=container, dense=options.dense)
         report = asyncio.run(campaign.run())
         keep = bool(report.wrong)
         if keep:
             print(f"logs are kept in {place}")
-        return show(report, whole=not options.rounds and options.seconds >= 120)
+        return show(report, whole=not options.rounds and not options.dense and options.seconds >= 120)
     finally:
         if not keep:
             clear(place)

@@ -28,6 +28,7 @@ PATIENCE = 60.0  # seconds until what is not under way any more must be as it sh
 REPLAYED = 4  # recorded results that are asked for again, of each sandbox and round
 STEPS = 30  # of a job
 ROUND = (3.0, 9.0)  # seconds
+DENSE_ROUND, DENSE = (9.0, 11.0), (8, 12)  # seconds, and deaths from outside
 
 
 class Report(msgspec.Struct):
@@ -35,7 +36,7 @@ class Report(msgspec.Struct):
 
     seed: int
     rounds: int = 0
-    deaths: int = 0
+    deaths: int = 0  # of actors, nats-servers, holders, zygotes, agents and clients
     wrong: list[Wrong] = []
     reached: dict[str, int] = {}
     missing: list[str] = []
@@ -102,16 +103,19 @@ class Job:
             self.kill()
             await self.process.wait()
 
-    def kill(self, away: float = 0.1) -> None:
+    def kill(self, away: float = 0.1) -> bool:
+        """Whether there was one."""
         self.away = away
-        if self.process is not None and self.process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                self.process.send_signal(signal.SIGKILL)
+        if self.process is None or self.process.returncode is not None:
+            return False
+        with contextlib.suppress(ProcessLookupError):
+            self.process.send_signal(signal.SIGKILL)
+        return True
 
 
 class Campaign:
-    """``first`` is the number of the first round; ``rounds``, ``seconds`` and ``deaths`` of actors bound it (0 = no bound). It ends with
-    the first contradiction."""
+    """``first`` is the number of the first round; ``rounds``, ``seconds`` and ``deaths`` bound it (0 = no bound). It ends with the first
+    contradiction. ``dense``: many deaths in longer rounds, in place of every point once."""
 
     def __init__(
         self,
@@ -123,13 +127,14 @@ class Campaign:
         rounds: int = 0,
         deaths: int = 0,
         first: int = 0,
+        dense: bool = False,
         told: Callable[[str], None] = print,
     ) -> None:
         self.seed, self.seconds, self.rounds, self.deaths, self.number = seed, seconds, rounds, deaths, first
-        self.container, self.told = container, told
+        self.container, self.told, self.dense = container, told, dense
         self.oracle = Oracle(fragile=not container)
         mark = secrets.token_hex(3)
-        self.boxes = Boxes(place, (f"ca{mark}", f"cb{mark}"), seed, container=container, told=self.say)
+        self.boxes = Boxes(place, (f"ca{mark}", f"cb{mark}"), seed, container=container, told=self.say, dense=dense)
         self.dice = random.Random(f"{seed} checks")
         self.report = Report(seed)
 
@@ -181,8 +186,9 @@ class Campaign:
 
     async def _round(self, load: Load, job: Job, client: libdsec.Client) -> None:
         dice = random.Random(f"{self.seed} {self.number} seconds")
-        seconds = dice.uniform(*ROUND)
-        planned = kills.plan(self.seed, self.number, seconds, container=self.container)
+        seconds = dice.uniform(*(DENSE_ROUND if self.dense else ROUND))
+        times = DENSE if self.dense else (1, 3)
+        planned = kills.plan(self.seed, self.number, seconds, container=self.container, times=times)
         self.say(f"round {self.number} of {seconds:.1f} s: " + ("; ".join(map(str, planned)) or "nothing from outside"))
         load.go()
         job.go()
@@ -199,13 +205,14 @@ class Campaign:
     async def _strike(self, kill: kills.Kill, job: Job) -> None:
         await asyncio.sleep(kill.after)
         if kill.victim == "client":
-            job.kill(kill.away + 0.1)
+            self.boxes.deaths += job.kill(kill.away + 0.1)
         elif kill.victim == "agent":
             living = sorted(self.oracle.living)
             if living and (pid := self.boxes.agent(SandboxId.parse(chosen := living[kill.which % len(living)]).ulid)):
                 self.oracle.stopping(chosen)
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
+                    self.boxes.deaths += 1
         else:
             await self.boxes.strike(kill)
 

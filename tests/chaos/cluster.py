@@ -28,7 +28,9 @@ START_AGAIN = 0.05  # seconds between the death of an actor by an order of its o
 class Boxes:
     """``async with Boxes(…) as boxes``. ``told`` hears a line of each death. Actors that die by themselves are started again."""
 
-    def __init__(self, place: Path, edges: tuple[str, ...], seed: int, *, container: bool, told: Callable[[str], None]) -> None:
+    def __init__(
+        self, place: Path, edges: tuple[str, ...], seed: int, *, container: bool, told: Callable[[str], None], dense: bool = False
+    ) -> None:
         self.place, self.container, self.told = place, container, told
         overrides = {
             "edge": {"sweep_ms": 200, "unclaimed_ms": 2_000, "heartbeat_ms": 500},
@@ -37,7 +39,7 @@ class Boxes:
         self.cluster = Cluster(
             place / "up", backends=("container",) if container else ("fake",), edges=edges, schedulers=2, overrides=overrides
         )
-        self.points = {kind: Points(seed, kind, container=container) for kind in ("edge", "scheduler")}
+        self.points = {kind: Points(seed, kind, container=container, dense=dense) for kind in ("edge", "scheduler")}
         self.census = Census(roots=[place], tokens=edges, keep=[place])
         self._before = self.census.snapshot()
         self._serving = set[str]()
@@ -46,7 +48,7 @@ class Boxes:
         self._last: dict[str, str] = {}  # where an actor has died last
         self._keepers: dict[str, asyncio.Task[None]] = {}
         self._away: dict[str, asyncio.Future[None]] = {}  # actors that are to stay dead for a while
-        self.deaths = 0
+        self.deaths = 0  # of processes of the cluster
 
     async def __aenter__(self) -> Self:
         if self.container:
@@ -157,6 +159,7 @@ class Boxes:
     async def strike(self, kill: Kill) -> str:
         """Carry it out, and what comes after; who was hit, "" when there was nobody."""
         if kill.victim == "nats" and not kill.seconds:
+            self.deaths += 1
             self.cluster.nats.kill()
             await asyncio.sleep(kill.away)
             await self.cluster_nats()
@@ -177,6 +180,7 @@ class Boxes:
         wait = self._stay_away(name, kill.away)
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
+            self.deaths += name not in self._keepers  # these are counted where they are started again
         await wait
         return name
 
@@ -193,10 +197,12 @@ class Boxes:
 
     async def _everything(self, kill: Kill) -> str:
         waits = [self._stay_away(child.name, kill.away) for child in self.cluster.children]
-        for pid in [*(child.pid for child in self.cluster.children if child.alive), *self.holders(), *self.zygotes()]:
+        others = [*self.holders(), *self.zygotes()]
+        for pid in [*(child.pid for child in self.cluster.children if child.alive), *others]:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         self.cluster.nats.kill()
+        self.deaths += 1 + len(others)
         await asyncio.sleep(kill.away)
         await self.cluster_nats()
         await asyncio.gather(*waits)

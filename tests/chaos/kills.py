@@ -54,13 +54,13 @@ class Kill(msgspec.Struct, frozen=True):
         return f"{self.victim} {self.which} {how} at {self.after:.1f} s"
 
 
-def plan(seed: int, number: int, seconds: float, *, container: bool) -> tuple[Kill, ...]:
-    """What is done from outside in one round of so many seconds, in its order."""
+def plan(seed: int, number: int, seconds: float, *, container: bool, times: tuple[int, int] = (1, 3)) -> tuple[Kill, ...]:
+    """What is done from outside in one round of so many seconds, in its order; ``times``: least and most."""
     dice = random.Random(f"{seed} {number}")
     victims = [victim for victim in WEIGHTS if container or victim not in ONLY_CONTAINER]
     weights = [WEIGHTS[victim] for victim in victims]
     kills = []
-    for _ in range(dice.randint(1, 3)):
+    for _ in range(dice.randint(*times)):
         victim = dice.choices(victims, weights)[0]
         after, which = dice.uniform(0.0, seconds), dice.randrange(1_000)
         if victim in STOPPABLE and dice.random() < 0.25:
@@ -71,11 +71,12 @@ def plan(seed: int, number: int, seconds: float, *, container: bool) -> tuple[Ki
 
 
 class Points:
-    """Hands out the points of one kind of actor: all in a random order, then those that were not reached, then all again."""
+    """Hands out the points of one kind of actor: all in a random order, then those that were not reached, then all again. ``dense``: an
+    Edge never goes without."""
 
-    def __init__(self, seed: int, kind: str, *, container: bool) -> None:
+    def __init__(self, seed: int, kind: str, *, container: bool, dense: bool = False) -> None:
         self._dice = random.Random(f"{seed} {kind}")
-        self._peace = 0.9 if kind == "scheduler" else 0.5  # creates that a Scheduler takes along wait for ten seconds
+        self._peace = 0.9 if kind == "scheduler" else 0.0 if dense else 0.5  # creates that a Scheduler takes along wait for ten seconds
         names = [name for name in POINTS if (name in SCHEDULERS) == (kind == "scheduler") and (container or name not in CONTAINER)]
         self.names = tuple(names)
         self.reached: Counter[str] = Counter()

@@ -96,7 +96,7 @@ class Load:
             self.oracle.counts[f"{what}: {type(error).__name__}"] += 1
             return None
         except DsecError as error:
-            self.oracle.counts[f"{what}: {type(error).__name__}"] += 1
+            self.oracle.counts[f"{what}: {type(error).__name__} {error.reason}".rstrip()] += 1
             if isinstance(error, OUR_FAULT):
                 self.oracle.say("answer", f"{what}: {type(error).__name__}: {error}")
             if isinstance(error, SandboxGone):
