@@ -28,7 +28,7 @@ PATIENCE = 60.0  # seconds until what is not under way any more must be as it sh
 REPLAYED = 4  # recorded results that are asked for again, of each sandbox and round
 STEPS = 30  # of a job
 ROUND = (3.0, 9.0)  # seconds
-DENSE_ROUND, DENSE = (9.0, 11.0), (8, 12)  # seconds, and deaths from outside
+DENSE_ROUND, DENSE = (14.0, 16.0), (16, 22)  # seconds, and deaths from outside
 
 
 class Report(msgspec.Struct):
@@ -236,7 +236,8 @@ class Campaign:
             await self._explain(client)
         oracle.wrong += wrong
         if not oracle.wrong:
-            self.say(f"          fine: {len(oracle.living)} live, {len(oracle.made)} made, {sum(oracle.counts.values())} calls")
+            calls, deaths = sum(oracle.counts.values()), self.boxes.deaths
+            self.say(f"          fine: {len(oracle.living)} live, {len(oracle.made)} made, {calls} calls, {deaths} deaths")
 
     def _handle(self, client: libdsec.Client, sandbox_id: str) -> libdsec.Sandbox:
         return libdsec.Sandbox(client, SandboxId.parse(sandbox_id))
