@@ -31,6 +31,11 @@ NEEDED = ("cpu", "cpuacct", "memory", "pids", "freezer")
 # slow every shrinker walk, but emptying a group (v1 memory.force_empty) takes 100 ms and drops cache that neighbours use: it
 # is done only where this many have gathered.
 MANY_GROUPS = 8000
+FREEZE_S = 5.0  # seconds for all processes of a group to stand still, on a node that has not more to run than it has cores
+# Seconds until the first version's freezer is told again: it asks each process once, and misses one that is just going to wait for its
+# child (vfork), about once in a thousand times on a busy node (measured); the group then stays FREEZING for ever.
+FREEZE_AGAIN = 0.1
+STANDING = ("__refrigerator", "do_freezer_trap")  # where a frozen process waits, by version
 PID_RESERVE = 4096  # process ids that sandboxes never get, so that the node stays usable
 
 
@@ -153,6 +158,11 @@ _DEVICE_RULES = (("devices.deny", "a"), *(("devices.allow", rule) for rule in DE
 _OPTIONAL = frozenset({"memory.memsw.limit_in_bytes", "memory.swap.max"})
 
 
+def patience(load: float, cores: int) -> float:
+    """Seconds that processes may take to stand still: each must run for a moment before it does, and waits for its turn like all others."""
+    return min(FREEZE_S * max(1.0, load / cores), 60.0)
+
+
 class Cgroups:
     """The groups of one Edge below ``parent`` (a relative path such as ``dsec/node-1``).
 
@@ -259,21 +269,39 @@ class Cgroups:
                 found.update(entry.name for entry in entries if entry.is_dir(follow_symlinks=False))
         return frozenset(found)
 
-    def freeze(self, name: str, on: bool, timeout: float = 5.0) -> None:
-        """Stop or continue every process of the group; returns when the kernel says that all are. Raises `NodeError` on time-out,
-        with the group thawed again."""
-        path = self.path("freezer", name)
-        if self.version == 2:
-            _write(f"{path}/cgroup.freeze", "1" if on else "0")
-        else:
-            _write(f"{path}/freezer.state", "FROZEN" if on else "THAWED")
-        end = time.monotonic() + timeout
+    def freeze(self, name: str, on: bool, timeout: float = 0.0) -> None:
+        """Stop or continue every process of the group; returns when the kernel says that all are. ``timeout`` seconds, 0: `patience`.
+        Raises `NodeError` on time-out, with what holds it up, and with the group thawed again."""
+        path, told = self.path("freezer", name), ("0", "1") if self.version == 2 else ("THAWED", "FROZEN")
+        state = f"{path}/{'cgroup.freeze' if self.version == 2 else 'freezer.state'}"
+        _write(state, told[on])
+        began = asked = time.monotonic()
+        bound = timeout or patience(os.getloadavg()[0], os.cpu_count() or 1)
         while self.frozen(name) is not on:
-            if time.monotonic() > end:
+            now = time.monotonic()
+            if now - began > bound:
+                held_up = self._held_up(name) if on else ""
                 if on:
                     self.freeze(name, False)
-                raise NodeError(f"cgroup {self.parent}/{name} did not {'freeze' if on else 'thaw'} in {timeout} s", reason="freezer")
+                text = f"cgroup {self.parent}/{name} did not {'freeze' if on else 'thaw'} in {bound:.3g} s{held_up}"
+                raise NodeError(text, reason="freezer")
+            if on and self.version == 1 and now - asked > FREEZE_AGAIN:
+                _write(state, told[on])
+                asked = now
             time.sleep(0.0005)
+
+    def _held_up(self, name: str) -> str:
+        """Which processes do not stand still, and where the kernel says that they are."""
+        found = []
+        for pid in self.pids(name):
+            with contextlib.suppress(OSError, IndexError):
+                with open(f"/proc/{pid}/stat") as file:
+                    command, _, rest = file.read().partition(" (")[2].rpartition(") ")
+                with open(f"/proc/{pid}/wchan") as file:
+                    where = file.read()
+                if where not in STANDING:
+                    found.append(f"{command} {pid} ({rest[0]}, {where})")
+        return f": {', '.join(found[:3])}" if found else ""
 
     def frozen(self, name: str) -> bool:
         path = self.path("freezer", name)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dsec.model import MIB
-from dsec.qos.cgroup import Limits, parse, settings
+from dsec.qos.cgroup import Limits, parse, patience, settings
 
 V1 = "\n".join(
     f"{n} 31 0:{n} / /sys/fs/cgroup/{name} rw,relatime - cgroup cgroup rw,{name}"
@@ -65,3 +65,8 @@ def test_an_idle_group_has_no_weight() -> None:
 def test_no_limits_write_nothing() -> None:
     """0 is no limit."""
     assert not any(settings(1, Limits()).values())
+
+
+def test_a_busy_node_has_more_time_to_hold_a_group_still() -> None:
+    """Five seconds where nobody waits for a core, more in proportion to who does, a minute at most."""
+    assert [patience(load, 2) for load in (0.0, 2.0, 20.0, 500.0)] == [5.0, 5.0, 50.0, 60.0]
