@@ -147,9 +147,10 @@ class NatsServer:
             )
 
     async def _ready(self, ports_dir: Path, until: float) -> None:
-        assert self.process is not None
+        process = self.process  # `kill` may come meanwhile
+        assert process is not None
         while True:
-            code = self.process.poll()
+            code = process.poll()
             if code is not None:
                 raise NodeError(
                     f"nats-server ended with {code}: {await self.log_tail()}", field="nats", value=str(self.log_path), retryable=False

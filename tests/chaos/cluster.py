@@ -48,6 +48,7 @@ class Boxes:
         self._last: dict[str, str] = {}  # where an actor has died last
         self._keepers: dict[str, asyncio.Task[None]] = {}
         self._away: dict[str, asyncio.Future[None]] = {}  # actors that are to stay dead for a while
+        self._nats = asyncio.Lock()  # held from its death until it serves again
         self.deaths = 0  # of processes of the cluster
 
     async def __aenter__(self) -> Self:
@@ -152,17 +153,22 @@ class Boxes:
             self._keepers[child.name] = asyncio.ensure_future(self._keep(child))
 
     async def cluster_nats(self) -> None:
-        if self.cluster.nats.process is None:
+        async with self._nats:
+            if self.cluster.nats.process is None:
+                await self.cluster.nats.start(30.0)
+
+    async def _kill_nats(self, away: float) -> None:
+        async with self._nats:
+            self.deaths += 1
+            self.cluster.nats.kill()
+            await asyncio.sleep(away)
             await self.cluster.nats.start(30.0)
 
     # ------------------------------------------------------------------ from outside
     async def strike(self, kill: Kill) -> str:
         """Carry it out, and what comes after; who was hit, "" when there was nobody."""
         if kill.victim == "nats" and not kill.seconds:
-            self.deaths += 1
-            self.cluster.nats.kill()
-            await asyncio.sleep(kill.away)
-            await self.cluster_nats()
+            await self._kill_nats(kill.away)
             return "nats"
         if kill.victim == "everything":
             return await self._everything(kill)
@@ -201,10 +207,8 @@ class Boxes:
         for pid in [*(child.pid for child in self.cluster.children if child.alive), *others]:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        self.cluster.nats.kill()
-        self.deaths += 1 + len(others)
-        await asyncio.sleep(kill.away)
-        await self.cluster_nats()
+        self.deaths += len(others)
+        await self._kill_nats(kill.away)
         await asyncio.gather(*waits)
         return "everything"
 
