@@ -14,12 +14,13 @@ from collections.abc import Iterable, Sequence
 
 from dsec.backends.base import LaunchPlan, Mount
 from dsec.backends.driver import upper_path
+from dsec.backends.holder_parts import FRAMES
 from dsec.backends.render import GUEST_PATH, NOFILE, OOM_SCORE_ADJ, guest_options
 from dsec.errors import Unsupported
 from dsec.qos.cgroup import Order as Groups
 
 MAGIC = 0x314C5344
-VERSION = 2
+VERSION = FRAMES  # that is written here
 HEAD = struct.Struct("=IHHII")
 SECTION = struct.Struct("=HHI")
 MAX_FRAME = 2 << 20

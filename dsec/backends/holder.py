@@ -36,7 +36,7 @@ from dsec import syscalls
 from dsec.backends.holder_disks import DiskStores
 from dsec.backends.holder_heir import Heirs
 from dsec.backends.holder_layers import GUEST_LAYER, LayersHeld
-from dsec.backends.holder_parts import PROTO, PROTO_MIN, Call, Edge, Refused, Sandbox
+from dsec.backends.holder_parts import FRAMES, PROTO, PROTO_MIN, Call, Edge, Refused, Sandbox
 from dsec.backends.ondemand import OnDemand
 from dsec.backends.zygotes import Zygotes
 
@@ -46,7 +46,6 @@ MAX_FDS = 4
 PAGE = 500
 LISTEN_FD, STATUS_FD, FIRST_LOWER = 3, 4, 5
 MAX_LAYERS_A_LAUNCH = 500  # overlayfs, OVL_MAX_STACK
-FRAMES = 2  # version of the frames that its zygotes read
 DEVICES = ("null", "zero", "full", "random", "urandom", "tty")  # of the node, that sandboxes share
 # Directories that exist everywhere and that nothing here needs: one of them is covered, in our own namespace only.
 ROOTS = ("/mnt", "/media", "/srv", "/opt", "/home")

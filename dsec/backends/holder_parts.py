@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     from dsec.layers.mounts import LayerMount
 
+FRAMES = 2  # version of the frames that zygotes read: FRAME_VERSION of launcher/launcher.h
 PROTO, PROTO_MIN = 2, 1  # what Edge and holder say to each other; an Edge speaks N and N-1, for a holder lives as long as its sandboxes
 
 

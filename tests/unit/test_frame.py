@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import struct
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -94,3 +96,11 @@ def test_what_cannot_be_said_is_refused() -> None:
 def test_capabilities_have_the_kernels_numbers() -> None:
     """The first, one in the middle and the last."""
     assert frame.capability_set(("CAP_CHOWN", "CAP_SYS_ADMIN", "CAP_CHECKPOINT_RESTORE")) == 1 | 1 << 21 | 1 << 40
+
+
+def test_both_sides_speak_of_the_same_frame() -> None:
+    """The version and the magic number that a zygote reads are those that are written."""
+    header = (Path(frame.__file__).parent / "launcher/launcher.h").read_text()
+    found = re.search(r"FRAME_MAGIC = (\w+), FRAME_VERSION = (\d+), MAX_FRAME = (\d+) << 20", header)
+    assert found is not None
+    assert (int(found[1], 16), int(found[2]), int(found[3]) << 20) == (frame.MAGIC, frame.VERSION, frame.MAX_FRAME)
