@@ -28,7 +28,6 @@ from dsec.layers import tools
 
 T = TypeVar("T")
 PATIENCE = 5.0  # seconds for the agent's answer
-TIMEOUT = 300.0  # seconds for CRIU
 TRIES = 40  # to catch a sandbox in which nobody is in the middle of a vfork: less than a second of it running on
 DEVICES = frozenset(("null", "zero", "full", "random", "urandom", "tty"))
 
@@ -77,10 +76,10 @@ class Capture:
         argv = criu.dump_command(programs.criu, self.init, self.place, subject.freezer, image.upper, image.outside)
         argv = [programs.launcher, "owner", str(subject.owner), str(self.init), *argv]
         try:
-            async with asyncio.timeout(TIMEOUT):
+            async with asyncio.timeout(criu.TIMEOUT):
                 await tools.run(argv, env={"LD_PRELOAD": programs.shim})
         except TimeoutError as error:
-            raise Undone(f"criu did not end within {TIMEOUT:.0f} s", sandbox=self.sandbox, reason="snapshot") from error
+            raise Undone(f"criu did not end within {criu.TIMEOUT:.0f} s", sandbox=self.sandbox, reason="snapshot") from error
         except NodeError as error:
             raise await tools.in_thread(self._refusal) from error
         self._image = image

@@ -22,6 +22,7 @@ from dsec import syscalls
 from dsec.errors import Unsupported
 
 NEEDED = (4, 0)
+TIMEOUT = 300.0  # seconds of a dump, and of its restore: they move the same memory
 RECORD = "dsec.json"
 DUMP_LOG, RESTORE_LOG = "dump.log", "restore.log"
 LISTENER_FD, UPPER_FD = 3, 4  # where the launcher leaves them

@@ -18,7 +18,7 @@ from dsec import trees
 from dsec.backends import criu
 from dsec.backends.base import LaunchPlan
 from dsec.backends.capture import Tools
-from dsec.backends.driver import LAUNCH_TIMEOUT, Place, Site, launch_env, launcher_options
+from dsec.backends.driver import Place, Site, launch_env, launcher_options
 from dsec.backends.network import TOP
 from dsec.errors import NodeError
 
@@ -87,9 +87,9 @@ class RestoreDriver:
             pidfile=f"{box}/pid",
         )
         try:
-            answer = await asyncio.wait_for(started, LAUNCH_TIMEOUT)
+            answer = await asyncio.wait_for(started, criu.TIMEOUT)
         except TimeoutError as error:
-            raise NodeError(f"criu did not end within {LAUNCH_TIMEOUT} s", sandbox=plan.id, reason="snapshot") from error
+            raise NodeError(f"criu did not end within {criu.TIMEOUT:.0f} s", sandbox=plan.id, reason="snapshot") from error
         return int(answer["pid"])
 
     async def detail(self, plan: LaunchPlan) -> str:
