@@ -90,9 +90,6 @@ class Filler:
         """Chunks that are not there yet."""
         return self._left
 
-    def has(self, number: int) -> bool:
-        return bool(self.have[number])
-
     def coming(self, number: int) -> bool:
         """Whether it is there, or under way."""
         return bool(self.have[number]) or number in self._flying
