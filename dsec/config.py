@@ -18,7 +18,7 @@ from typing import Annotated, Any, get_type_hints
 import msgspec
 from msgspec import Meta
 
-from dsec.errors import InvalidRequest
+from dsec.errors import InvalidRequest, Unsupported
 from dsec.model import GIB
 
 ENV_FILE = "DSEC_CONFIG"
@@ -201,6 +201,15 @@ class Config(Room, frozen=True):
     layers: LayersConfig = LayersConfig()
     up: UpConfig = UpConfig()
     log: LogConfig = LogConfig()
+
+
+def check_root(config: EdgeConfig) -> None:
+    """Raises `Unsupported` where this process may not make containers; what the fake backend makes needs no root."""
+    if "container" in config.backends and os.geteuid() != 0:
+        raise Unsupported(
+            "a node with containers needs root", field="edge.backends", value="container", reason="not root",
+            fix="run as root; `dsec doctor` tells what else a node needs, and clients need none of it",
+        )  # fmt: skip
 
 
 def rooms() -> dict[str, type[Room]]:

@@ -17,17 +17,7 @@ import msgspec
 
 from dsec.bus.messages import NodeLoad
 from dsec.config import EdgeConfig
-from dsec.errors import Unsupported
 from dsec.model import Resources
-
-
-def check_root(config: EdgeConfig) -> None:
-    """Raises `Unsupported` where the process may not make containers; what the fake backend makes needs no root."""
-    if "container" in config.backends and os.geteuid() != 0:
-        raise Unsupported(
-            "a node with containers needs root", field="edge.backends", value="container", reason="not root",
-            fix="run as root; `dsec doctor` tells what else a node needs, and clients need none of it",
-        )  # fmt: skip
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):

@@ -71,7 +71,7 @@ class Edge:
         self.sandboxes: dict[str, Sandbox] = {}  # live ones by ulid
         self.ended: OrderedDict[str, tuple[Record, Story]] = OrderedDict()  # oldest end first
         self.requests: dict[tuple[str, str, str, int], str] = {}  # (principal, project, burst, index) -> ulid
-        self.owners: Counter[str] = Counter()  # live sandboxes by principal
+        self.owners: Counter[str] = Counter()  # live sandboxes by user (`user_of`): a job's are its user's
         self.stood_on: dict[str, int] = {}  # live sandboxes by layer
         self.alone: Counter[str] = Counter()  # of those, the ones with isolation="user"
         self.drain = Drain(self)
@@ -369,7 +369,7 @@ class Edge:
         return True
 
     def exclusive(self) -> str:
-        """The principal that has this node for itself."""
+        """The user who has this node for itself."""
         return next(iter(self.alone), "")
 
     def heartbeat(self, *, leaving: bool = False) -> Heartbeat:

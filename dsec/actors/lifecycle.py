@@ -225,7 +225,7 @@ def adoption(recorded: State, alive: bool, frozen: bool) -> On:
     """The event with which a recorded sandbox begins again, by what the kernel shows. It is fed to a fresh `Life` (pending).
 
     pausing -> paused or running, resuming -> paused or running, capturing -> origin, pending and creating -> running: that it runs is told
-    before it is on disk, so what is found alive and whole may have been told (`Edge._find` sees to both words).
+    before it is on disk, so what is found alive and whole may have been told (`Adoption._find` sees to both words).
     """
     if not alive or recorded in (S.STOPPING, S.STOPPED):
         return On.ADOPTED_PARTIAL

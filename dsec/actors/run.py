@@ -130,7 +130,7 @@ async def watcher(config: Config) -> AsyncIterator[Watcher]:
 async def edge(config: Config) -> AsyncIterator[Edge]:
     """A serving Edge: its records are read, its fence is read, what lives is adopted."""
     name = edge_name(config)
-    capacity.check_root(config.edge)
+    configs.check_root(config.edge)
     async with AsyncExitStack() as stack:
         store = SqliteStore(config.edge.state_dir)
         stack.push_async_callback(store.close)

@@ -28,7 +28,7 @@ import msgspec
 import structlog
 
 from dsec import config as configs
-from dsec.actors import capacity, noted
+from dsec.actors import noted
 from dsec.bus.bus import loop_name
 from dsec.bus.server import NatsServer, tail
 from dsec.config import Config
@@ -287,7 +287,7 @@ async def up(config: Config, *, ready_file: str = "") -> int:
     if (replicas := config.bus.events_replicas) > 1:
         fix = "use 1 here; in a cluster of nats-servers run `dsec serve` for each actor, with bus.url naming them all"
         raise InvalidRequest("`dsec up` runs one nats-server", field="bus.events_replicas", value=replicas, fix=fix)
-    capacity.check_root(config.edge)
+    configs.check_root(config.edge)
     held, noting = contextlib.ExitStack(), contextlib.ExitStack()
     held.enter_context(_held(config.edge.state_dir))
     over = asyncio.Event()

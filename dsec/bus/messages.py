@@ -438,8 +438,8 @@ class Heartbeat(Message, frozen=True, kw_only=True):
     labels: dict[str, str] = {}
     load: NodeLoad
     states: dict[str, int] = {}
-    principals: dict[str, int] = {}  # live sandboxes by principal, for isolation="user"
-    exclusive: str = ""  # principal that has this node for itself
+    principals: dict[str, int] = {}  # live sandboxes by user, for isolation="user"
+    exclusive: str = ""  # user who has this node for itself
     draining: bool = False
     layers: int = 0  # distinct ones that its live sandboxes stand on
     loop_lag_ms: float = 0.0

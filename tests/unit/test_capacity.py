@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dsec.actors.capacity import Demand, Ledger, Limits, check_root, demand, limits
+from dsec.actors.capacity import Demand, Ledger, Limits, demand, limits
 from dsec.config import EdgeConfig
-from dsec.errors import Unsupported
 from dsec.model import GIB, MIB, Resources
 
 LIMITS = Limits(memory=8 * GIB, cpus=16.0, slots=4, pids=1000, starting=4)
@@ -100,15 +98,3 @@ def test_c36_c37_never_above_a_limit_at_any_instant(moves: list[tuple[bool, int,
     for owner in list(ledger.held):
         ledger.release(owner)
     assert (ledger.memory, ledger.cpus, ledger.pids) == (0, 0.0, 0)
-
-
-def test_containers_need_root(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who is not root hears so before anything starts; simulated sandboxes need none."""
-    monkeypatch.setattr("os.geteuid", lambda: 65534)
-    with pytest.raises(Unsupported, match="needs root") as caught:
-        check_root(EdgeConfig())
-    assert (caught.value.field, caught.value.value) == ("edge.backends", "container")
-    assert "run as root" in caught.value.fix
-    check_root(EdgeConfig(backends=("fake",)))
-    monkeypatch.setattr("os.geteuid", lambda: 0)
-    check_root(EdgeConfig())

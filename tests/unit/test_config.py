@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from dsec import config
-from dsec.errors import InvalidRequest
+from dsec.errors import InvalidRequest, Unsupported
 
 ROOT = Path(__file__).parents[2]
 
@@ -66,7 +66,13 @@ def test_a_wrong_value_is_named(data: dict[str, object], field: str) -> None:
 
 def test_the_environment_overrides() -> None:
     """DSEC_<ROOM>__<KEY> wins over the file, by the key's own type."""
-    env = {"DSEC_EDGE__SLOTS": "7", "DSEC_EDGE__BACKENDS": "fake,container", "DSEC_EDGE__NAME": "12", "DSEC_DISABLE": "tcx", "PATH": "/bin"}
+    env = {
+        "DSEC_EDGE__SLOTS": "7",
+        "DSEC_EDGE__BACKENDS": "fake,container",
+        "DSEC_EDGE__NAME": "12",
+        "DSEC_DISABLE": "tcx",
+        "PATH": "/bin",
+    }
     got = config.parse({"edge": {"slots": 3}}, env)
     assert (got.edge.slots, got.edge.backends, got.edge.name) == (7, ("fake", "container"), "12")
     with pytest.raises(InvalidRequest) as caught:
@@ -87,3 +93,15 @@ def test_dump_reads_back() -> None:
     """What a child process is given is what it reads."""
     made = config.parse({"edge": {"labels": {"zone": 'a"b', "x.y": "1"}, "backends": ["fake"]}, "log": {"json": True}})
     assert config.parse(tomllib.loads(config.dump(made))) == made
+
+
+def test_containers_need_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who is not root hears so before anything starts; simulated sandboxes need none."""
+    monkeypatch.setattr("os.geteuid", lambda: 65534)
+    with pytest.raises(Unsupported, match="needs root") as caught:
+        config.check_root(config.EdgeConfig())
+    assert (caught.value.field, caught.value.value) == ("edge.backends", "container")
+    assert "run as root" in caught.value.fix
+    config.check_root(config.EdgeConfig(backends=("fake",)))
+    monkeypatch.setattr("os.geteuid", lambda: 0)
+    config.check_root(config.EdgeConfig())
