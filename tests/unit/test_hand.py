@@ -6,7 +6,8 @@ import os
 import socket
 import struct
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
@@ -137,3 +138,54 @@ def test_a_gate_whose_events_are_its_blobs_to_take_is_one_threads_at_a_time(libr
     ended.join(10)
     assert not ended.is_alive()
     hand.remove(2)
+
+
+class Between:
+    """An epoll that does something before it is changed."""
+
+    def __init__(self, hand: Hand, then: Callable[[], None]) -> None:
+        self._real, self._then = hand._epoll, then
+        hand._epoll = self  # type: ignore[assignment]
+
+    def modify(self, fd: int, events: int) -> None:
+        self._then()
+        self._real.modify(fd, events)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._real, name)
+
+
+def test_a_gate_is_not_closed_while_it_is_armed() -> None:
+    """Else its descriptor's number could be another's by then."""
+    hand = Hand("")
+    gate = Gate(hand, 1, chunk=0)
+    gate.ask(0, 1)
+    assert wait(hand).kind == READY
+    ended = threading.Thread(target=hand.remove, args=(1,), daemon=True)
+
+    def close() -> None:
+        ended.start()
+        ended.join(0.2)
+        assert ended.is_alive()
+
+    Between(hand, close)
+    hand.arm(1)
+    ended.join(10)
+    assert not ended.is_alive()
+
+
+@pytest.mark.parametrize("with_library", [True, False])
+def test_a_gate_that_is_not_armed_again_tells_nothing(library: str, with_library: bool) -> None:
+    """Whatever there still is; and nobody waits for who has had it."""
+    hand = Hand(library if with_library else "")
+    first, second = Gate(hand, 1, chunk=0), Gate(hand, 2, chunk=0)
+    first.ask(0, 1)
+    assert wait(hand).number == 1
+    hand.arm(1, again=False)
+    second.ask(0, 1)
+    assert wait(hand).number == 2
+    hand.arm(2)
+    assert wait(hand).number == 2
+    hand.arm(2, again=False)
+    for number in (1, 2):
+        hand.remove(number)

@@ -73,3 +73,13 @@ def test_commands_follow_the_up_that_runs(tmp_path: Path, monkeypatch: pytest.Mo
         assert local.node_config(None).edge.name == "n1"
         monkeypatch.setenv("DSEC_EDGE__STATE_DIR", "/elsewhere")
         assert local.layers_directory(local.node_config(None)) == "/elsewhere/layers"
+
+
+def test_what_is_no_address_is_refused_by_name() -> None:
+    """A port that cannot be, in what was asked for; of several servers the first one counts, with a scheme or without."""
+    notes = [Note(1, HERE, "/x.toml"), Note(2, "nats://127.0.0.1:4300", "/y.toml")]
+    for url in ("nats://127.0.0.1:99999", "127.0.0.1:many"):
+        with pytest.raises(InvalidRequest) as caught:
+            noted.chosen(notes, url, asked=True)
+        assert (caught.value.field, caught.value.value) == ("url", url)
+    assert noted.chosen(notes, "127.0.0.1:4300, 10.0.0.1:4222", asked=True) == notes[1]

@@ -217,3 +217,14 @@ def test_a_directorys_pieces_end_where_its_file_does(tmp_path: Path, other: Othe
     (tmp_path / "x/data").write_bytes(DATA)
     assert got(from_directory) == WANT
     assert got(from_directory, ((16_380, 10), (16_390, 10))) == [DATA[16_380:], b""]
+
+
+def test_so_many_connections_are_kept_for_later(web: Web, other: Other) -> None:
+    """Six read at one time: what was needed only then is closed."""
+    from_web = source(web)
+    for connections in (6, 6 + 6 - ranges.KEPT):
+        reading = [from_web(SPANS) for _ in range(6)]
+        first = [bytes(next(pieces)) for pieces in reading]
+        assert first == WANT[:1] * 6
+        assert [[bytes(piece) for piece in pieces] for pieces in reading] == [WANT[1:]] * 6
+        assert web.connections == connections

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import struct
+import time
 from pathlib import Path
 
 import pytest
@@ -141,3 +143,21 @@ def test_a_damaged_image_is_a_lesser_hint_and_nothing_worse(split: tuple[Path, P
     path.write_bytes(b"")
     assert units.read(str(path), library) == units.read(str(tmp_path / "none"), library) == []
     assert units.read(str(split[1] / "image"), str(tmp_path / "none")) == []
+
+
+def test_an_image_that_goes_in_circles_ends(library: str, tmp_path: Path) -> None:
+    """Every entry of its root is the root again, so that each look at it finds a third of a million others: it is left after as many steps
+    as it has bytes."""
+    size, block = 4 << 20, 512
+    image = bytearray(size)
+    struct.pack_into("<I", image, 1024, 0xE0F5E1E2)
+    struct.pack_into("<BBH", image, 1024 + 12, 9, 0, 0)
+    struct.pack_into("<I", image, 1024 + 40, 4)  # inodes are from block 4
+    struct.pack_into("<HHHHIII", image, 4 * block, 0, 0, 0o40755, 2, size - 8 * block, 0, 8)
+    entry = b"".join(struct.pack("<QHBB", 0, 504, 2, 0) for _ in range(42)) + b"again\0\0\0"
+    image[8 * block :] = entry * (size // block - 8)
+    path = tmp_path / "image"
+    path.write_bytes(image)
+    began = time.thread_time()
+    assert units.read(str(path), library) == []
+    assert time.thread_time() - began < 20  # without that end an hour
