@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import heapq
+import operator
 import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Coroutine, Iterable, Sequence
@@ -44,6 +45,7 @@ from dsec.model import Exit, ExitReason, State
 log = structlog.get_logger("dsec.edge")
 BUS_PATIENCE = 2.0  # seconds within which a bus answers that is there
 LAG_PERIOD = 0.1  # seconds between two looks at how late the loop is
+_STATE = operator.attrgetter("life.state")
 
 
 class Edge:
@@ -385,7 +387,7 @@ class Edge:
             devices=self.config.devices,
             labels=self.config.labels,
             load=self.load(),
-            states=dict(Counter(str(sandbox.state) for sandbox in self.sandboxes.values())),
+            states={str(state): count for state, count in Counter(map(_STATE, self.sandboxes.values())).items()},
             principals=dict(self.owners),
             exclusive=self.exclusive(),
             draining=bool(self.drain.mode) or self.adopting or self.stopping or self.standing.in_doubt(),

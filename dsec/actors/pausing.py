@@ -93,6 +93,7 @@ async def outcome(sandbox: Sandbox, op: str, wait: float) -> OpStatus:
                             return await instance.link.wait(op, max(0.0, end - loop.time()))
                         finally:
                             sandbox.polls.pop(poll, None)
+                            sandbox.polls = sandbox.polls or {}  # one that has been emptied keeps its table
                 except TimeoutError:
                     if not poll.expired():
                         raise

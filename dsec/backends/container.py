@@ -13,7 +13,7 @@ import functools
 import os
 import subprocess
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -28,16 +28,17 @@ from dsec.backends.driver import Driver, Place, Site
 from dsec.backends.drivers import make_driver, settle
 from dsec.backends.guest.link import Link
 from dsec.backends.holder_client import HolderClient
-from dsec.backends.instance import ContainerInstance, End
+from dsec.backends.instance import ContainerInstance, End, defaults
 from dsec.backends.layer_mounts import LayerMounts, Layers
 from dsec.backends.network import OpenNetwork
 from dsec.backends.pause import Pauser
 from dsec.backends.plan import MASKED, Node, memory_bytes
 from dsec.backends.snapshots import Snapshots
+from dsec.backends.stock import Stock
 from dsec.config import NetworkConfig, PauseConfig
 from dsec.errors import DsecError, NodeError, Unavailable
 from dsec.model import Exit, ExitReason, Qos, Usage
-from dsec.qos.cgroup import Cgroups, Limits, detect
+from dsec.qos.cgroup import Cgroups, Group, Limits, detect
 from dsec.security import seccomp
 
 log = structlog.get_logger("dsec.container")
@@ -100,6 +101,7 @@ class ContainerBackend:
         self._closed = False
         self.site = Site(self._holder, self.network)
         self.snapshots = Snapshots(self.site, state)
+        self._stock: Stock
         self.driver: Driver
         self.pauser: Pauser
 
@@ -118,6 +120,7 @@ class ContainerBackend:
         self._cgroups = Cgroups(f"{root}/{opts.edge}", await asyncio.to_thread(detect), devices=not userns)
         await asyncio.to_thread(self._make_directories)
         await asyncio.to_thread(self._cgroups.open, opts.memory)
+        self._stock = Stock(self._cgroups, self._instances.__len__, self._spawn)
         self.pauser = Pauser(self._cgroups, opts.pause, opts.state_dir)
         try:
             await self.pauser.open()
@@ -231,6 +234,7 @@ class ContainerBackend:
         self._closed = True
         for instance in self._instances.values():
             await instance.link.close()
+        self._stock.close()
         if self._tasks:
             await asyncio.wait(list(self._tasks))
         await self.network.close()
@@ -323,6 +327,7 @@ class ContainerBackend:
                 raise
         finally:
             self._launching.discard(plan.ulid)
+            self._stock.settle()
 
     async def _place(self, plan: LaunchPlan, driver: Driver) -> Place:
         """Everything on disk and in cgroupfs that the launch needs, but for what the driver makes."""
@@ -332,7 +337,8 @@ class ContainerBackend:
             return await self._in(self._makers, self._make, plan, driver, limits)
         if plan.disk_mode != "tmpfs" or plan.wiring is not None:
             await self._in(self._makers, self._make_directory, plan, driver)
-        return Place(self._cgroups.order(plan.ulid, limits), self.socket_path(plan.ulid), None)
+        has_quota = await self._stock.give(plan.ulid, limits)
+        return Place(self._cgroups.order(plan.ulid, limits, has_quota=has_quota), self.socket_path(plan.ulid), None)
 
     def _make_directory(self, plan: LaunchPlan, driver: Driver) -> None:
         os.makedirs(plan.state_dir, mode=0o700, exist_ok=True)
@@ -351,15 +357,16 @@ class ContainerBackend:
         return f"{self._run}/{ulid}"
 
     def _link(self, plan: LaunchPlan, pid: int) -> Link:
+        group = Group(self._cgroups, plan.ulid)
         return Link(
             self.socket_path(plan.ulid),
             generation=self.options.generation,
             expect_pid=pid,
             sandbox_id=plan.id,
-            oom_kills=functools.partial(self._cgroups.oom_kills, plan.ulid),
-            defaults={"user": plan.user, "cwd": plan.workdir},
+            oom_kills=group.oom_kills,
+            defaults=defaults(plan.user, plan.workdir),
             memory=memory_bytes(plan),
-            frozen=functools.partial(self._cgroups.frozen, plan.ulid),
+            frozen=group.frozen,
         )
 
     def _instance(self, plan: LaunchPlan, pid: int, link: Link) -> ContainerInstance:
@@ -424,6 +431,7 @@ class ContainerBackend:
         faults.reached("stop.removed")
         await self._holder.request("forget", ulids=[ulid])
         self._ends.pop(ulid, None)
+        self._stock.settle()
 
     def _remove(self, ulid: str) -> None:
         """Cgroups, socket and directory (in a thread)."""
@@ -450,10 +458,10 @@ class ContainerBackend:
         if (instance := self._instances.get(ulid)) is not None:
             self._spawn(self._tell(instance, status))
 
-    async def _tell(self, instance: ContainerInstance, status: dict[str, Any]) -> None:
+    async def _tell(self, instance: ContainerInstance, status: Mapping[str, Any]) -> None:
         instance.ended(await self._in(self._breakers, self._exit, instance.plan.ulid, status, instance))
 
-    def _exit(self, ulid: str, status: dict[str, Any], instance: ContainerInstance | None = None) -> Exit:
+    def _exit(self, ulid: str, status: Mapping[str, Any], instance: ContainerInstance | None = None) -> Exit:
         code, signum, wall = status.get("code"), status.get("signal"), status.get("wall", 0.0)
         told = getattr(instance.link, "oom_seen", 0) if instance else 0  # kills that ended commands; one beyond them was the init's
         if signum == 9 and self._cgroups.oom_kills(ulid) > told:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -21,7 +22,14 @@ if TYPE_CHECKING:
     from dsec.backends.guest.link import Link
 
 
+_NOTHING: Mapping[str, Any] = MappingProxyType({})
 LAST_WORDS = 1.0  # seconds in which the reason of an end is heard
+
+
+@functools.lru_cache(256)
+def defaults(user: str, workdir: str) -> Mapping[str, str]:
+    """What a command gets that names neither; the same object for all sandboxes that are alike."""
+    return MappingProxyType({"user": user, "cwd": workdir})
 
 
 class Once:
@@ -55,7 +63,11 @@ class End:
 
     def __init__(self) -> None:
         self.seen = Once()
-        self.status: dict[str, Any] = {}
+        self.status: Mapping[str, Any] = _NOTHING
+
+
+def _tell(call: Callable[[Exit], object], gone: asyncio.Future[Exit]) -> None:
+    call(gone.result())
 
 
 class ContainerInstance:
@@ -113,7 +125,7 @@ class ContainerInstance:
             self._gone.remove_done_callback(ended)
 
     def on_exit(self, call: Callable[[Exit], object]) -> None:
-        self._gone.add_done_callback(lambda gone: call(gone.result()))
+        self._gone.add_done_callback(functools.partial(_tell, call))
 
     async def pause(self, reclaim: bool = True, /) -> Paused:
         return await self._backend.pauser.pause(self.plan.ulid, reclaim)

@@ -6,6 +6,7 @@ first resource exists. What the node cannot enforce is named in ``degraded``; wh
 
 from __future__ import annotations
 
+import functools
 import platform
 import re
 from collections.abc import Mapping, Sequence
@@ -24,6 +25,7 @@ MAX_SLOTS = (2**32 - 1 - IDMAP_BASE) // IDMAP_COUNT
 MIN_MEMORY = 24 * MIB  # the runtime, Aether and one shell; measured by tests/system/test_container.py
 MIN_PIDS = 16  # the runtime, Aether, a shell and what it starts
 MAX_ENV_BYTES = 1 << 20
+SHARED_ENV = 1024  # bytes of values
 MAX_BYTES = 1 << 50
 MAX_INODES = 1 << 32
 MAX_ENV_STRING = 32 * 4096  # the kernel's MAX_ARG_STRLEN, NAME=VALUE and a NUL
@@ -315,4 +317,12 @@ def _process(spec: SandboxSpec, configs: list[LayerDefaults]) -> tuple[dict[str,
     check_env(env)
     check_user(user)
     check_path(workdir, "workdir")
+    if sum(map(len, env.values())) <= SHARED_ENV:
+        env = _shared(tuple(env.items()))
     return env, workdir or "/", user
+
+
+@functools.lru_cache(256)
+def _shared(env: tuple[tuple[str, str], ...]) -> dict[str, str]:
+    """The same object for all plans that are alike: nobody changes one."""
+    return dict(env)

@@ -26,6 +26,7 @@ from dsec import syscalls
 from dsec.errors import NodeError, Unsupported
 
 PERIOD_US = 100_000  # what a new group has
+QUOTA = "cpu.cfs_quota_us"  # v1
 NEEDED = ("cpu", "cpuacct", "memory", "pids", "freezer")
 # Pages of shared layers stay charged to the group that read them first and keep it as a dead one after its removal. Dead groups
 # slow every shrinker walk, but emptying a group (v1 memory.force_empty) takes 100 ms and drops cache that neighbours use: it
@@ -36,6 +37,7 @@ FREEZE_S = 5.0  # seconds for all processes of a group to stand still, on a node
 # child (vfork), about once in a thousand times on a busy node (measured); the group then stays FREEZING for ever.
 FREEZE_AGAIN = 0.1
 STANDING = ("__refrigerator", "do_freezer_trap")  # where a frozen process waits, by version
+SPARE = "spare-"  # begins the name of a group that waits for its sandbox (dsec/qos/spares.py)
 PID_RESERVE = 4096  # process ids that sandboxes never get, so that the node stays usable
 
 
@@ -137,7 +139,7 @@ def settings(version: int, limits: Limits, *, can_idle: bool = True) -> dict[str
         if version == 2:
             writes["cpu"].append(("cpu.max", f"{quota} {PERIOD_US}"))
         else:
-            writes["cpu"].append(("cpu.cfs_quota_us", quota))  # the period is the kernel's own; each write walks all groups of the node
+            writes["cpu"].append((QUOTA, quota))  # the period is the kernel's own; each write walks all groups of the node
     if limits.idle and can_idle:
         writes["cpu"].append(("cpu.idle", "1"))
     elif limits.idle or limits.cpus:
@@ -187,6 +189,7 @@ class Cgroups:
         lacking = [name for name in ("memory", "pids", "cpu", "freezer") if name not in self.hierarchy.roots]
         if lacking:
             raise Unsupported(f"no {', '.join(lacking)} cgroup controller here", reason="cgroup", fix="mount the controllers (dsec doctor)")
+        self._drop_spares()
         for root in self._mounts():
             path = root
             for part in self.parent.split("/"):
@@ -214,13 +217,18 @@ class Cgroups:
         file, value = ("cpu.weight", min(10_000, 100 * cores)) if self.version == 2 else ("cpu.shares", min(262_144, 1024 * cores))
         _write(f"{path}/{file}", str(value))
 
-    def order(self, name: str, limits: Limits) -> Order:
-        """What makes the group of one sandbox with its limits; it counts as one of ours from now on, until `destroy`."""
+    def order(self, name: str, limits: Limits, *, has_quota: bool = False) -> Order:
+        """What makes the group of one sandbox with its limits; it counts as one of ours from now on, until `destroy`. ``has_quota``: it is
+        there already, with these ``cpus``."""
         self._live += 1
         writes = [(f"{self.path('devices', name)}/{file}", rule) for file, rule in _DEVICE_RULES] if self._devices else []
         for controller, wanted in settings(self.version, limits, can_idle=self.can_idle).items():
-            writes += [(f"{self.path(controller, name)}/{file}", value) for file, value in wanted if file not in self._absent]
-        directories = tuple(f"{root}/{self.parent}/{name}" for root in self._mounts())
+            writes += [
+                (f"{self.path(controller, name)}/{file}", value)
+                for file, value in wanted
+                if file not in self._absent and not (has_quota and file == QUOTA)
+            ]
+        directories = self.directories(name)
         joint = "cgroup.procs" if self.version == 2 else "tasks"
         return Order(directories, tuple(writes), tuple(f"{path}/{joint}" for path in directories))
 
@@ -261,13 +269,31 @@ class Cgroups:
                 return ()
             raise
 
+    def directories(self, name: str) -> tuple[str, ...]:
+        """The group's directory in each hierarchy."""
+        return tuple(f"{root}/{self.parent}/{name}" for root in self._mounts())
+
     def names(self) -> frozenset[str]:
-        """Every child group of the parent, in any hierarchy."""
+        """Every child group of the parent, in any hierarchy, but for spares."""
+        return frozenset(name for name in self._children() if not name.startswith(SPARE))
+
+    def _children(self) -> set[str]:
         found: set[str] = set()
         for root in self._mounts():
             with contextlib.suppress(FileNotFoundError), os.scandir(f"{root}/{self.parent}") as entries:
                 found.update(entry.name for entry in entries if entry.is_dir(follow_symlinks=False))
-        return frozenset(found)
+        return found
+
+    def _drop_spares(self) -> None:
+        """Those that an Edge left behind which did not end in order."""
+        for name in self._children():
+            if name.startswith(SPARE):
+                with contextlib.suppress(NodeError):
+                    self.destroy(name, timeout=0.0)
+
+    def renamed(self) -> None:
+        """A spare, which was counted as one of ours, is a sandbox's from now on, which `order` counts."""
+        self._live = max(0, self._live - 1)
 
     def freeze(self, name: str, on: bool, timeout: float = 0.0) -> None:
         """Stop or continue every process of the group; returns when the kernel says that all are. ``timeout`` seconds, 0: `patience`.
@@ -373,6 +399,7 @@ class Cgroups:
 
     def close(self) -> None:
         """Remove the parent groups where nothing lives below them."""
+        self._drop_spares()
         for root in self._everywhere():
             parts = self.parent.split("/")
             for depth in range(len(parts), 0, -1):
@@ -394,6 +421,21 @@ class Cgroups:
         """Where the group lies below that controller's mount; "" is the parent."""
         root = self.hierarchy.roots[controller]
         return f"{root}/{self.parent}/{name}" if name else f"{root}/{self.parent}"
+
+
+class Group:
+    """One sandbox's group, for who asks about it now and then and is handed around by the thousand."""
+
+    __slots__ = ("_groups", "_name")
+
+    def __init__(self, groups: Cgroups, name: str) -> None:
+        self._groups, self._name = groups, name
+
+    def oom_kills(self) -> int:
+        return self._groups.oom_kills(self._name)
+
+    def frozen(self) -> bool:
+        return self._groups.frozen(self._name)
 
 
 def _kill_member(pid: int, group: str) -> None:

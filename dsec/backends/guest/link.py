@@ -78,11 +78,11 @@ class Link(Connection):
             silence=silence,
         )
         self._results: dict[str, Result] = {}
-        self._file_slots = asyncio.Semaphore(FILE_REQUESTS)
+        self._file_slots: asyncio.Semaphore | None = None  # made when it is first needed
         self._oom_kills = oom_kills
         self.oom_seen = 0  # kills that were told as the end of an operation
         self._memory = memory
-        self._oom_ops: list[str] = []  # a repeated question gets the same answer
+        self._oom_ops: tuple[str, ...] = ()  # a repeated question gets the same answer
 
     # ---- the contract
 
@@ -168,6 +168,7 @@ class Link(Connection):
             value = result.future.result()
             if self._results.get(op) is result:
                 del self._results[op]
+                self._results = self._results or {}  # one that has been emptied keeps its table
             if value is None:
                 continue  # the connection broke: ask again on a new one
             if isinstance(value, wire.Error):
@@ -183,7 +184,7 @@ class Link(Connection):
             if kills <= self.oom_seen:
                 return status
             self.oom_seen = kills
-            self._oom_ops = [*self._oom_ops[-63:], status.op]
+            self._oom_ops = (*self._oom_ops[-63:], status.op)
         limit = f"memory: the sandbox's limit of {self._memory} bytes was reached" if self._memory else "memory"
         return msgspec.structs.replace(status, oom_killed=True, detail=limit)
 
@@ -266,6 +267,7 @@ class Link(Connection):
                 user=request.user,
             )
         values = {"path": request.path, "target": request.target, "user": request.user}
+        self._file_slots = self._file_slots or asyncio.Semaphore(FILE_REQUESTS)
         async with self._file_slots:
             value = await self._request(wire.Type.FILE, body, values, repeat=request.verb in REPEATABLE_VERBS)
         reply = self._expect(value, wire.File, values)
@@ -290,7 +292,7 @@ class Link(Connection):
 
     def hang_up(self) -> None:
         super().hang_up()
-        self._results.clear()
+        self._results = {}
 
     # ---- inside
 

@@ -1,0 +1,72 @@
+"""When spare groups (dsec/qos/spares.py) are made, given away and given up: they pay where very many sandboxes live, and cost there what
+they save, so they are made while nothing is launched. A burst that needs more makes its groups as if there were none."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import structlog
+
+from dsec.errors import NodeError
+from dsec.qos.cgroup import Cgroups, Limits
+from dsec.qos.spares import Spares
+
+log = structlog.get_logger("dsec.stock")
+MANY = 1_000  # live sandboxes from which on there are spares; with less than half as many they go again
+QUIET_S = 0.2  # since the last launch; while there is always another, one spare is made in each such span
+
+
+class Stock:
+    """``live`` counts the sandboxes that live, ``spawn`` runs a coroutine that the backend waits for at its end."""
+
+    def __init__(self, groups: Cgroups, live: Callable[[], int], spawn: Callable[[Coroutine[Any, Any, None]], object]) -> None:
+        self._spares = Spares(groups)
+        self._live, self._spawn = live, spawn
+        self._works = False
+        self._last = 0.0
+        self._closed = False
+
+    def __len__(self) -> int:
+        return len(self._spares)
+
+    async def give(self, name: str, limits: Limits) -> bool:
+        """Make a spare the group ``name``, where one is there. True when it has the quota of ``limits``."""
+        self._last = time.monotonic()
+        if (spare := self._spares.take(limits)) is None:
+            return False
+        return await asyncio.to_thread(self._spares.become, spare, name) and spare.cpus == limits.cpus
+
+    def settle(self) -> None:
+        """A sandbox was launched, or has ended: see that there are as many spares as there should be."""
+        if not self._works and not self._closed and (self._short() or self._over()):
+            self._works = True
+            self._spawn(self._work())
+
+    def close(self) -> None:
+        """Make no more and give up what there is, which what was spawned does."""
+        self._closed = True
+        if len(self._spares) and not self._works:
+            self._works = True
+            self._spawn(self._work())
+
+    def _short(self) -> bool:
+        return not self._closed and self._spares.wanting and self._live() >= MANY
+
+    def _over(self) -> bool:
+        return bool(len(self._spares)) and (self._closed or self._live() < MANY // 2)
+
+    async def _work(self) -> None:
+        try:
+            while self._short():
+                if time.monotonic() - self._last < QUIET_S:
+                    await asyncio.sleep(QUIET_S)
+                self._spares.put(await asyncio.to_thread(self._spares.make, self._spares.cpus))
+            if self._over():
+                await asyncio.to_thread(self._spares.remove, self._spares.take_all())
+        except NodeError as error:
+            log.warning("stock.not_filled", error=str(error), then="groups are made when they are needed")
+        finally:
+            self._works = False
