@@ -10,7 +10,7 @@ import msgspec
 
 from dsec.bus import subjects
 from dsec.bus.messages import DrainRequest, EdgeInfo
-from dsec.errors import DeadlineExceeded, DsecError, NotFound
+from dsec.errors import Busy, DeadlineExceeded, DsecError, NotFound
 from dsec.model import check_edge_name
 from libdsec.spec import milliseconds, wrong
 from libdsec.wire import Wire, is_silence
@@ -49,6 +49,8 @@ async def _first(wire: Wire, node: str, subject: str, order: DrainRequest) -> Ed
     """Give the order. Raises `NotFound` where the Watcher knows no such node."""
     try:
         return await wire.ask(subject, order, EdgeInfo, timeout=FIRST)
+    except Busy:
+        pass  # its Edge is being started anew
     except DsecError as error:
         if not is_silence(error):
             raise

@@ -225,16 +225,18 @@ def test_kill_9_at_any_moment_loses_nothing_acknowledged(tmp_path: Path) -> None
     told: dict[str, str] = {}
     env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
     for n in range(8):
-        process = subprocess.Popen(
-            [sys.executable, "-c", _WRITER, str(tmp_path), f"b{n}"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env
-        )
-        assert process.stdout is not None
-        lines = [process.stdout.readline()]
+        said = tmp_path / f"said{n}"
+        with said.open("wb") as out:
+            process = subprocess.Popen(
+                [sys.executable, "-c", _WRITER, str(tmp_path), f"b{n}"], stdout=out, stderr=subprocess.PIPE, text=True, env=env
+            )
+        while not said.stat().st_size and process.poll() is None:
+            time.sleep(0.005)
         time.sleep(rng.uniform(0.0, 0.1))
         process.send_signal(signal.SIGKILL)
-        rest, errors = process.communicate()
+        _, errors = process.communicate()
         assert not errors, errors
-        for line in [*lines, *rest.splitlines()]:
+        for line in said.read_text().splitlines():  # the last one may be cut off
             if len(parts := line.split()) == 2 and parts[1] in ("pending", "running"):
                 told[parts[0]] = parts[1]
     found = {row.ulid: row for row in asyncio.run(_read(tmp_path))}
@@ -287,4 +289,17 @@ async def test_records_of_an_earlier_version_get_their_commands(tmp_path: Path) 
     assert await store.open() == []
     await store.put_commands([CommandRow(ulid="u", seq=1, step="s")])
     assert [row.step for row in await store.open_steps()] == ["s"]
+    await store.close()
+
+
+async def test_an_order_to_drain_is_there_after_a_restart(store: Store, tmp_path: Path) -> None:
+    """The last one, until it is taken back."""
+    assert store.drain == ""
+    for order in ("wait", "stop", ""):
+        await store.put_drain(order)
+        await _again(store, tmp_path)
+        if isinstance(store, SqliteStore):
+            store = SqliteStore(tmp_path)
+            await store.open()
+        assert store.drain == order
     await store.close()

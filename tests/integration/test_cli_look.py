@@ -2,21 +2,39 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import subprocess
 import sys
 
+import libdsec
 from tests.integration.test_cli_cluster import FAKE, Cli, dsec, environ  # noqa: F401
+
+
+async def started(environ: dict[str, str], dsec: Cli, name: str) -> str:  # noqa: F811
+    """An operation that has written, is looked at, and goes on when it is told to; its id."""
+    async with libdsec.connect(environ["DSEC_URL"], project=environ["DSEC_PROJECT"]) as client:
+        sandbox = await client.attach(name)
+        async with sandbox.start("echo early; cat") as process:
+            await process.expect("early\n")
+            running = await asyncio.to_thread(dsec, "ops", name)
+            assert f"{process.op}   command   running" in running.stdout.decode()
+            assert (await asyncio.to_thread(dsec, "logs", name, process.op)).stdout == b"early\n"
+            follows = asyncio.ensure_future(asyncio.to_thread(dsec, "logs", name, process.op, "-f"))
+            await process.write("late\n")
+            await process.close_stdin()
+            assert (await follows).stdout == b"early\nlate\n"
+            await process.wait()
+            return process.op
 
 
 def test_what_runs_and_what_it_wrote(dsec: Cli, environ: dict[str, str]) -> None:  # noqa: F811
     """exec -d, ops, logs of an operation by offset and followed, top, label, wait, prune, completion of ids."""
     name = dsec("create", "img", *FAKE).stdout.decode().strip()
-    op = dsec("exec", "-d", name, "--", "/bin/sh", "-c", "echo early; sleep 5; echo late").stdout.decode().strip()
-    assert f"{op}   command   running" in dsec("ops", name).stdout.decode()
-    assert dsec("logs", name, op).stdout == b"early\n"
-    assert dsec("logs", name, op, "-f").stdout == b"early\nlate\n"
+    op = asyncio.run(started(environ, dsec, name))
     assert dsec("logs", name, op, "--stdout", "6").stdout == b"late\n"
+    alone = dsec("exec", "-d", name, "--", "echo", "alone").stdout.decode().strip()
+    assert dsec("logs", name, alone, "-f").stdout == b"alone\n"
     assert json.loads(dsec("logs", name, op, "--json").stdout.splitlines()[0])["offset"] == 0
     assert "exit 0" in dsec("ops", name).stdout.decode()
     assert dsec("logs", name, "0" * 32).returncode == 3
