@@ -149,3 +149,12 @@ def test_each_point_has_its_turn(container: bool) -> None:
                 break
         assert not points.missing
     assert set(kills.AFTER) | set(kills.AFTER.values()) | set(kills.CONTAINER) | set(kills.SCHEDULERS) <= faults.POINTS.keys()
+
+
+def test_a_dense_campaign_has_no_peace() -> None:
+    """Its Edges have an order to die at each start, also when every point was reached; and as many die from outside as it says."""
+    points = kills.Points(7, "edge", container=True, dense=True)
+    for name in points.names:
+        points.died_at(name)
+    assert all(points.next() for _ in range(200))
+    assert {len(kills.plan(1, number, 15.0, container=True, times=(16, 22))) for number in range(50)} <= set(range(16, 23))
