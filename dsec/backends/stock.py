@@ -12,11 +12,12 @@ import structlog
 
 from dsec.errors import NodeError
 from dsec.qos.cgroup import Cgroups, Limits
-from dsec.qos.spares import Spares
+from dsec.qos.spares import MOST, Spares
 
 log = structlog.get_logger("dsec.stock")
 MANY = 1_000  # live sandboxes from which on there are spares; with less than half as many they go again
-QUIET_S = 0.2  # since the last launch; while there is always another, one spare is made in each such span
+QUIET_S = 0.2  # since the last launch; while there is always another, one spare is made in each such span, and only when few are left
+FEW = MOST // 4
 
 
 class Stock:
@@ -63,6 +64,8 @@ class Stock:
             while self._short():
                 if time.monotonic() - self._last < QUIET_S:
                     await asyncio.sleep(QUIET_S)
+                    if time.monotonic() - self._last < QUIET_S and len(self._spares) > FEW:
+                        continue
                 self._spares.put(await asyncio.to_thread(self._spares.make, self._spares.cpus))
             if self._over():
                 await asyncio.to_thread(self._spares.remove, self._spares.take_all())
