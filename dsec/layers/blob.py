@@ -43,20 +43,23 @@ class Blob:
         self.view = memoryview(self.journal)
         self._next = 0  # slot
         self.lock = threading.Lock()
-        self.touched: list[int] = []
+        self.touched: list[int] = []  # read first in this order, beside those of the list
         self._touched_path: str = spec["touched"]
         self._touched_written = 0
         self._ahead: list[int] = spec["ahead"]
-        self._listed = set(self._ahead)
         self._patience: float = spec["patience"]
         self._told = 0.0
         known = manifest.load(spec["manifest"], self.name)
         self.even = known.origin is msgspec.UNSET  # chunks are alike, and small
+        self._list = [n for n in dict.fromkeys(self._ahead) if 0 <= n < len(known.chunks)]
+        self._listed = set(self._list)
         self._get = self._source(spec["remote"], known)
         if spec["remote"].startswith(objects.REGISTRY):  # a registry is no store to stand on: all of it comes, behind what is read
             self._ahead = list(range(len(known.chunks)))
         self.filler = Filler(self.fd, known, bitmap(spec["data"]), self.fetch, worker.pool, self.whole)
         self.seen = bytearray(len(known.chunks))  # shared with the hand
+        for number in self._list:
+            self.seen[number] = 2
         self._noted = bytearray(len(known.chunks))
         self._units: units.Units | None = None  # `learn`
         self._meta: str = spec.get("meta", "")
@@ -178,7 +181,8 @@ class Blob:
             for number in wanted:
                 if not self._noted[number]:
                     self._noted[number] = self.seen[number] = 1
-                    self.touched.append(number)
+                    if number not in self._listed:
+                        self.touched.append(number)
             if not wanted or self._units is None or self._listed.issuperset(wanted):  # the list knows what comes next
                 return []
             return self._units.read(offset, wanted, self.filler.coming)
@@ -229,11 +233,13 @@ class Blob:
         self.write_touched()
 
     def write_touched(self) -> None:
-        if self._touched_path and len(self.touched) > self._touched_written:
-            self._touched_written = len(self.touched)
+        """What was read of the list, in its order, and then what was not on it."""
+        order = [number for number in self._list if self.seen[number] == 1] + self.touched
+        if self._touched_path and len(order) > self._touched_written:
+            self._touched_written = len(order)
             temporary = f"{self._touched_path}.{os.getpid()}"
             with open(temporary, "w") as file:
-                json.dump(self.touched[: self._touched_written], file)
+                json.dump(order, file)
             os.rename(temporary, self._touched_path)
 
     def close(self) -> None:

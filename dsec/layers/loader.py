@@ -48,6 +48,8 @@ from dsec.layers.mounts import bitmap
 _COMM = ctypes.create_string_buffer(b"dsec-loader")
 DEMAND, NEAR, AHEAD, LOCAL = 12, 4, 4, 4  # threads for what is waited for, what may be next, what a list says, what is on the disk
 SERVE = "serve"
+# Nobody waits for what is fetched ahead, and that is most of the work: who answers a reader, and the reader itself, come before it.
+SHORT_S, LONG_S = 0.0001, 0.02
 RETRY_S = 1.0  # a blob that cannot be served is tried again
 BUSY, REST = 6, 10  # of FLUSH_S: flushed so often while chunks come; from the last chunk until the page cache of the blob is given back
 
@@ -56,13 +58,13 @@ class Worker:
     def __init__(self, control: socket.socket) -> None:
         self.control: socket.socket | None = control
         self.blobs: dict[int, Blob] = {}
+        self.hand = Hand()
         self.pool = ThreadPoolExecutor(DEMAND, "fetch")
-        self.near = ThreadPoolExecutor(NEAR, "near")
-        self.spare = ThreadPoolExecutor(AHEAD, "ahead")
+        self.near = ThreadPoolExecutor(NEAR, "near", self.hand.slice, (LONG_S,))
+        self.spare = ThreadPoolExecutor(AHEAD, "ahead", self.hand.slice, (LONG_S,))
         self.local = ThreadPoolExecutor(LOCAL, "local")
         self.busy: list[threading.Thread] = []  # with the beginning or the end of a blob
         self.poll = select.epoll()
-        self.hand = Hand()
         self.served: dict[int, Blob] = {}  # those of which the hand knows
         self.away = 0  # threads that fetch what they have taken
         self.wake, self.wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
@@ -110,6 +112,7 @@ class Worker:
         """One of the threads that take events. It goes on with what it took, without a word to others, and leaves the gate to the next;
         one is always left to answer those whose chunks are there."""
         found = Found()
+        self.hand.slice(SHORT_S)
         while True:
             self.hand.wait(found)
             if (blob := self.served.get(found.number)) is not None:

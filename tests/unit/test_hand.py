@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import platform
 import socket
 import struct
 import threading
@@ -67,6 +69,40 @@ def gate(library: str) -> Iterator[Gate]:
 
 def closed(fd: int) -> bool:
     return not os.path.exists(f"/proc/self/fd/{fd}")
+
+
+def test_first_readers_of_what_is_listed_are_answered_and_not_told_of(gate: Gate) -> None:
+    """A chunk whose first reader is of no interest is noted as read, and the thread comes back with the next event that is."""
+    gate.have[3] = gate.have[4] = 1
+    gate.seen[3] = gate.seen[4] = 2
+    listed, other = gate.ask(3500, 1000), gate.ask(7000, 1)
+    found = wait(gate.hand)
+    assert gate.answer() == (listed, syscalls.FAN_ALLOW)
+    assert (found.kind, bytes(gate.seen[3:5])) == (MISSING, b"\1\1")
+    gate.hand.arm(gate.number)
+    os.close(other)
+
+
+def test_a_thread_asks_for_a_slice_of_its_own(library: str, capfd: pytest.CaptureFixture[str]) -> None:
+    """The wish is heard where the kernel knows it, in the calling thread only, and is no error where it does not."""
+    hand = Hand(library)
+    before = _slice()
+    thread = threading.Thread(target=lambda: (hand.slice(0.0123), seen.append(_slice())))
+    seen: list[int] = []
+    thread.start()
+    thread.join(10)
+    known = tuple(int(each) for each in platform.release().split(".")[:2] if each.isdecimal()) >= (6, 12)
+    assert seen == [12_300_000 if known else before]
+    assert _slice() == before
+    assert capfd.readouterr().err == ""
+
+
+def _slice() -> int:
+    """Of the calling thread: ``sched_runtime`` of sched_getattr(2), nanoseconds."""
+    number = {"x86_64": 315, "aarch64": 275}[platform.machine()]
+    words = (ctypes.c_uint64 * 7)()
+    assert ctypes.CDLL(None).syscall(ctypes.c_long(number), 0, ctypes.byref(words), ctypes.sizeof(words), 0) == 0
+    return words[3]
 
 
 def test_readers_of_what_is_there_are_answered_and_only_the_first_ones_are_told_of(gate: Gate) -> None:
