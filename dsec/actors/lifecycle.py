@@ -104,23 +104,11 @@ for _state in (S.RUNNING, S.PAUSED):
 
 # Harmless repeats: nothing happens. `stop` is never rejected; pause, resume and stop are idempotent; late outcomes of an effect that
 # `stop` has overtaken are dropped; a clock that fires while a sandbox is on its way is asked again later.
+LATE = (On.READY, On.LAUNCH_FAILED, On.PAUSED_OK, On.PAUSE_UNDONE, On.RESUMED_OK, On.RESUME_UNDONE, On.CAPTURED, On.CAPTURE_UNDONE)
 IGNORED: frozenset[tuple[State, On]] = frozenset(
     [(S.STOPPING, event) for event in (On.STOP, On.EXITED, On.DEADLINE, On.LEASE, On.BROKEN, On.IDLE)]
-    + [
-        (S.STOPPING, event)
-        for event in (
-            On.READY,
-            On.LAUNCH_FAILED,
-            On.PAUSED_OK,
-            On.PAUSE_UNDONE,
-            On.RESUMED_OK,
-            On.RESUME_UNDONE,
-            On.CAPTURED,
-            On.CAPTURE_UNDONE,
-        )
-    ]
     + [(S.STOPPED, event) for event in (On.STOP, On.EXITED, On.DEADLINE, On.LEASE, On.BROKEN, On.IDLE, On.PLACED)]
-    + [(S.STOPPED, event) for event in (On.CAPTURED, On.CAPTURE_UNDONE)]  # packing goes on for a moment when its sandbox is gone
+    + [(state, event) for state in (S.STOPPING, S.STOPPED) for event in LATE]  # what was going on may end after its sandbox is gone
     + [(S.PAUSING, On.PAUSE), (S.PAUSED, On.PAUSE), (S.RESUMING, On.RESUME), (S.RUNNING, On.RESUME)]
     + [(state, On.IDLE) for state in (S.PENDING, S.CREATING, S.PAUSING, S.RESUMING, S.CAPTURING)]
 )

@@ -141,11 +141,10 @@ async def _move(sandbox: Sandbox, ok: On, undone: On) -> None:
             await sandbox.instance.resume()
             faults.reached("resume.thawed")
             sandbox.record.paused = None
-    except Undone as error:
-        sandbox.feed(undone, detail=str(error))
-        raise
-    except Broken as error:
-        sandbox.feed(On.BROKEN, detail=str(error))
+    except (Undone, Broken) as error:
+        sandbox.feed(undone if isinstance(error, Undone) else On.BROKEN, detail=str(error))
+        if sandbox.life.exit is not None and isinstance(error, Undone):  # it was stopped meanwhile: that is why
+            raise sandbox.gone() from None
         raise
     except SandboxGone:
         await sandbox.settled(None)

@@ -42,6 +42,14 @@ def test_pause_and_resume_are_idempotent() -> None:
         assert effects == (Do.WAKE_WAITERS,)
 
 
+@pytest.mark.parametrize("late", [On.LAUNCH_FAILED, On.PAUSED_OK, On.PAUSE_UNDONE, On.RESUMED_OK, On.RESUME_UNDONE, On.CAPTURE_UNDONE])
+@pytest.mark.parametrize("state", [State.STOPPING, State.STOPPED])
+def test_what_ends_after_its_sandbox_changes_nothing(state: State, late: On) -> None:
+    """A launch, a pause, a resume or a capture that a stop has overtaken may end when the sandbox has been freed already."""
+    before = Life(state=state, exit=Exit(reason=ExitReason.REQUESTED))
+    assert step(before, late) == (before, (Do.WAKE_WAITERS,))
+
+
 def test_one_door_out() -> None:
     """What holds resources reaches stopped only through stopping."""
     for (old, _), new in TABLE.items():
