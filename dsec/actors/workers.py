@@ -44,6 +44,7 @@ CALL = 20  # a connection counts as so many messages
 SLICE = 8 << 10  # bytes of a stranger's that are looked at in one go: some milliseconds
 PIECE = 128 << 10  # bytes that the agent is given at once
 SILENT = 5.0  # seconds in which a connection has to say who it is
+QUIET = 10.0  # seconds between two lines of the log about what one worker was refused
 ASK = 5  # sweeps of the Edge between questions whether those live with whom sandboxes end
 AGAIN = 0.2, 5.0  # seconds before a way that broke is opened again: first, longest
 
@@ -233,6 +234,8 @@ class Way:
         self.link = link
         self.bucket = Bucket(RATE, BURST, time.monotonic())
         self._door = door_of(sandbox.record.ulid)
+        self._refused = 0  # and not told yet
+        self._quiet_until = 0.0
 
     async def listen(self) -> None:
         """Have the agent listen; again is fine."""
@@ -292,14 +295,21 @@ class Way:
         except SandboxGone:
             pass
         except (DsecError, OSError) as error:
-            log.info("workers.connection_ended", sandbox=self.sandbox.id, error=str(error))
+            log.debug("workers.connection_ended", sandbox=self.sandbox.id, error=str(error))
         finally:
             if upstream is not None:
                 upstream.close()
-                if upstream.gate.refused:
-                    log.warning("workers.refused", sandbox=self.sandbox.id, count=upstream.gate.refused, over=upstream.gate.over)
+                self._note(upstream.gate.refused, upstream.gate.over)
             if not self.workers.edge.over:  # else the agent does it, as nobody reads any more
                 self.workers.edge.spawn(self._hang_up(op))
+
+    def _note(self, refused: int, over: str) -> None:
+        """A connection was refused so much: told now and then, for a worker may make a hundred of them a second."""
+        self._refused += refused
+        now = time.monotonic()
+        if self._refused and now >= self._quiet_until:
+            log.warning("workers.refused", sandbox=self.sandbox.id, count=self._refused, over=over)
+            self._refused, self._quiet_until = 0, now + QUIET
 
     async def _hang_up(self, op: str) -> None:
         with contextlib.suppress(DsecError):  # it may have ended by itself, or its sandbox

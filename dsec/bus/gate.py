@@ -19,11 +19,12 @@ from dsec.errors import Denied, DsecError, InvalidRequest
 
 LINE = 4096  # bytes of one line, as nats-server has it
 SUBSCRIPTIONS = 1_000  # of one connection
+ALIKE = 4  # of them to one subject: nats-server sends what is said there to each of them, and keeps it for who does not read
+TOKENS = 6  # of an inbox; so few subscriptions beside one another hear what is said to it
 CREATE = 900_000  # bytes of a create, which is looked into as a whole
 COSTLY = 4_096  # bytes of a create that count as a message
 SPECS = 4_096  # of one create: each is made anew here, and all of them while nobody else is served
 SPECS_COSTLY = 8  # of them that count as a message
-DEEP = 16  # tokens of an inbox, so many are looked at
 REMEMBERED = 1_024  # subjects that need not be looked at again
 # What a message may bear: others mean something to nats-server (it would tell a trace of the message to whatever subject one names).
 HEADERS = (call.REQUEST_ID, call.DEADLINE, call.TRACE)
@@ -41,6 +42,12 @@ def call_headers(lines: list[bytes]) -> dict[str, str]:
         if name in HEADERS and _VALUE.fullmatch(value.strip()):
             found[name] = value.strip()
     return found
+
+
+def _plain(subject: str) -> bool:
+    """Whether it is no inbox, or one of few tokens and with no `*` but the last."""
+    tokens = subject.split(".")
+    return tokens[0] != "_INBOX" or (len(tokens) <= TOKENS and "*" not in tokens[:-1])
 
 
 def wire_headers(headers: dict[str, str]) -> bytes:
@@ -78,6 +85,7 @@ class Gate:
         self._allowed: set[str] = set()  # subjects that were looked at before
         self._subs: dict[str, str] = {}
         self._listens: dict[str, str] = {}  # the other way round: what was subscribed to, and as what
+        self._alike: dict[str, int] = {}  # … and how often
         self._heard_of: dict[str, int] = {}  # messages that a subscription has had, and
         self._most: dict[str, int] = {}  # with how many it ends by itself
         self._line = bytearray()  # of the client, not whole yet
@@ -194,14 +202,15 @@ class Gate:
     def _on_sub(self, subject: str, queue: str, sid: str) -> None:
         if not _SUBJECT.fullmatch(subject) or (queue and not _SUBJECT.fullmatch(queue)) or not _SID.fullmatch(sid):
             self._end("Unknown Protocol Operation")
-        elif not within(self._subscribe, subject):
+        elif not within(self._subscribe, subject) or not _plain(subject):
             self.refused += 1
             self._error(f'Permissions Violation for Subscription to "{subject}"')
-        elif sid not in self._subs and len(self._subs) >= SUBSCRIPTIONS:
+        elif sid not in self._subs and (len(self._subs) >= SUBSCRIPTIONS or self._alike.get(subject, 0) >= ALIKE):
             self._end("Maximum Subscriptions Exceeded")
         else:
             self._drop(sid)
             self._subs[sid], self._listens[subject], self._heard_of[sid] = subject, sid, 0
+            self._alike[subject] = self._alike.get(subject, 0) + 1
             self.up += f"SUB {subject} {queue} {sid}\r\n".encode() if queue else f"SUB {subject} {sid}\r\n".encode()
 
     def _on_unsub(self, sid: str, most: str) -> None:
@@ -217,6 +226,8 @@ class Gate:
     def _drop(self, sid: str) -> None:
         """It is one no more."""
         subject = self._subs.pop(sid, "")
+        if subject and (alike := self._alike.pop(subject) - 1):
+            self._alike[subject] = alike
         if self._listens.get(subject) == sid:
             del self._listens[subject]
         self._heard_of.pop(sid, None)
@@ -233,7 +244,7 @@ class Gate:
             return
         self._left, self._pass = size + 2, False
         self._head.clear()
-        if reply and not within((f"{self.grant.inbox}>",), reply):
+        if reply and (not within((f"{self.grant.inbox}>",), reply) or not _plain(reply)):
             self._refuse(subject, "")
         elif not self._may_publish(subject):
             self._refuse(subject, reply)
@@ -326,11 +337,10 @@ class Gate:
         return True
 
     def _listener(self, reply: str) -> str:
-        """The subscription that hears of ``reply``; "" where only one with a `*` in its middle might. Each is not looked at: there may be a
-        thousand, and a stranger asks thousands of times a second."""
+        """The subscription that hears of ``reply``. Not each is looked at: there may be a thousand, and a stranger asks very often."""
         above, _, _ = reply.rpartition(".")
         patterns = [reply, f"{above}.*"]
-        while above and len(patterns) < DEEP:
+        while above:
             patterns.append(f"{above}.>")
             above = above.rpartition(".")[0]
         return next((self._listens[pattern] for pattern in patterns if pattern in self._listens), "")

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
+from typing import Any, cast
 
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from structlog.testing import capture_logs
 
+from dsec.actors.workers import Way
 from dsec.bus import codec, subjects
 from dsec.bus.gate import LINE, SPECS, Bucket, Gate
 from dsec.bus.grants import DEEPEST, LABEL, Grant, narrow, within
@@ -286,6 +290,36 @@ def test_subscriptions_are_counted() -> None:
     for number in range(1001):
         made.client(f"SUB {INBOX}.{number} {number}\r\n".encode())
     assert made.over == "Maximum Subscriptions Exceeded"
+
+
+def test_what_is_said_once_is_heard_few_times() -> None:
+    """nats-server would keep what a thousand subscriptions to one subject hear, for each of them, while the client reads nothing: so few
+    are alike, and few beside one another hear the same inbox. One that has ended makes room for another."""
+    made = gate()
+    for number in range(4000):
+        made.client(f"SUB {INBOX} {number}\r\nUNSUB {number}\r\n".encode())
+    for number in range(4):
+        made.client(f"SUB {INBOX} {number}\r\nSUB {INBOX} {number}\r\n".encode())
+    assert not made.over
+    made.up.clear()
+    for odd in (f"_INBOX.{JOB}.*.x", f"_INBOX.{JOB}.*.>", f"_INBOX.{JOB}.a.b.c.d.e", f"_INBOX.{JOB}.a.b.c.d.>"):
+        made.client(f"SUB {odd} odd\r\nPUB {MINE} {odd} 0\r\n\r\n".encode())
+    assert (bytes(made.up), made.refused, made.over) == (b"", 8, "")
+    made.client(f"SUB {INBOX} 5\r\n".encode())
+    assert made.over == "Maximum Subscriptions Exceeded"
+
+
+def test_what_is_refused_fills_no_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many connections a worker makes to be refused something, the log has a line of it now and then, with all of them counted."""
+    monkeypatch.setattr("dsec.actors.workers.QUIET", 1e9)
+    sandbox = SimpleNamespace(id=WORKER, record=SimpleNamespace(ulid=WORKER[3:]))
+    way = Way(cast(Any, None), cast(Any, sandbox), GRANT, cast(Any, None))
+    with capture_logs() as told:
+        for _ in range(1000):
+            way._note(2, "")
+        way._quiet_until = 0.0
+        way._note(0, "")
+    assert [(line["event"], line["count"]) for line in told] == [("workers.refused", 2), ("workers.refused", 1998)]
 
 
 def test_a_subscription_that_ends_by_itself_counts_no_longer() -> None:
