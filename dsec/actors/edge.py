@@ -87,6 +87,7 @@ class Edge:
         self.standing = Standing(self, fences, trust)
         self._mute = False  # the bus does not answer, though it seems connected
         host.layer_told = self.layer_news
+        host.upcoming = self.intake.slots.upcoming
         if host.puller is not None:
             host.puller.told = self.image_news
         self._clock: list[tuple[float, str]] = []
@@ -384,6 +385,7 @@ class Edge:
             arch=next(iter(self.host.planners.values())).node.arch,
             backends=tuple(self.host.planners),
             drivers=self.host.drivers,
+            pools=self.host.pools,
             devices=self.config.devices,
             labels=self.config.labels,
             load=self.load(),

@@ -29,6 +29,7 @@ from dsec.model import LayerRef, SandboxId, SandboxSpec
 
 if TYPE_CHECKING:
     from dsec.backends.container import ContainerBackend
+    from dsec.backends.driver import Site
     from dsec.backends.fake import FakeBackend
     from dsec.backends.layer_mounts import LayerMounts
 
@@ -299,7 +300,9 @@ class Host:
         self.missing: dict[str, str] = {}
         self.puller: Puller | None = None
         self.layer_told: Callable[[dict[str, Any]], None] = lambda _: None
+        self.upcoming: Callable[[int], Sequence[int]] = lambda _: ()  # slots of the sandboxes that will be next
         self._keeping: list[asyncio.Task[None]] = []
+        self._sites: dict[str, Site] = {}
 
     async def open(self) -> None:
         """Raises `Unsupported` when no backend at all can start; `missing` says why for each."""
@@ -312,6 +315,9 @@ class Host:
         if not self.planners:
             whys = "; ".join(f"{name}: {why}" for name, why in self.missing.items())
             raise Unsupported(f"no backend can start here: {whys}", field="edge.backends", fix="run `dsec doctor`")
+
+    def _upcoming(self, count: int) -> Sequence[int]:
+        return self.upcoming(count)
 
     def _layer_news(self, news: dict[str, Any]) -> None:
         log_layer_news(news)
@@ -360,6 +366,8 @@ class Host:
         else:
             backend = ContainerBackend(options, layers)
         backend.on_layer = self._layer_news
+        backend.site.upcoming = self._upcoming
+        self._sites[name] = backend.site
         await backend.open()
         # What both kinds of containers read is cached once: the second one takes the first one's mounts over.
         backend.mounts.lender = next((planner.mounts for planner in self.planners.values() if isinstance(planner, LayerPlanner)), None)
@@ -388,6 +396,11 @@ class Host:
     @property
     def capabilities(self) -> tuple[Capabilities, ...]:
         return tuple(planner.backend.capabilities for planner in self.planners.values())
+
+    @property
+    def pools(self) -> dict[str, tuple[int, int]]:
+        """How many launches of each backend found their namespaces made ahead, and how many there were; where such are made."""
+        return {name: (site.from_pool, site.launches) for name, site in self._sites.items() if site.launches}
 
     @property
     def drivers(self) -> dict[str, str]:

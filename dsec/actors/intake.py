@@ -55,8 +55,18 @@ class Slots:
     def __init__(self) -> None:
         self._free: list[int] = []
         self._next = 0
+        self._promised: deque[int] = deque()
 
     def take(self) -> int:
+        return self._promised.popleft() if self._promised else self._any()
+
+    def upcoming(self, count: int) -> tuple[int, ...]:
+        """Those that the next ones will take, in this order."""
+        while len(self._promised) < count:
+            self._promised.append(self._any())
+        return tuple(self._promised)[:count]
+
+    def _any(self) -> int:
         if self._free:
             return self._free.pop()
         self._next += 1

@@ -175,6 +175,7 @@ class Store(Protocol):
     async def close(self) -> None: ...
 
 
+LATER = 0.002  # seconds until the writer hears of a change that nobody waits for: it would take the interpreter from who is served
 COMPANY = 0.02  # seconds that a change which nobody waits for waits for others: one commit is one sync of the disk
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(Record).decode
@@ -194,6 +195,7 @@ class SqliteStore:
     def __init__(self, state_dir: str | os.PathLike[str]) -> None:
         self._dir = Path(state_dir)
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._held: list[_Job] = []  # of which the writer has not heard yet, nor of any after them
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._lock = -1
@@ -296,6 +298,7 @@ class SqliteStore:
         """Everything posted before is written."""
         thread, self._thread = self._thread, None
         if thread is not None:
+            self._hand_over()
             self._jobs.put(None)
             await asyncio.get_running_loop().run_in_executor(None, thread.join)
 
@@ -315,8 +318,20 @@ class SqliteStore:
             text = str(self._broken or "closed")
             future.set_exception(NodeError("the Edge's records cannot be written", reason="store", value=text))
         else:
-            self._jobs.put((writes, future, waited_for))
+            self._held.append((writes, future, waited_for))
+            if waited_for:
+                self._hand_over()
+            elif len(self._held) == 1:
+                asyncio.get_running_loop().call_later(LATER, self._hand_over)
         return future
+
+    def _hand_over(self) -> None:
+        held, self._held = self._held, []
+        for job in held:
+            if self._broken is None:
+                self._jobs.put(job)
+            elif not job[1].done():
+                job[1].set_exception(NodeError("the Edge's records cannot be written", reason="store", value=str(self._broken)))
 
     # ------------------------------------------------------------------ the writer thread
     def _write(self, opened: asyncio.Future[list[Record]]) -> None:

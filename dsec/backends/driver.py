@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 from dsec.backends.base import LaunchPlan
@@ -29,6 +30,8 @@ class Site:
         self.zygotes = False  # the holder that serves may be of an earlier version
         self.by_paths = False  # overlays by paths, not by descriptors: the holder knows what its kernel can
         self.cgroup_v2 = False
+        self.launches = self.from_pool = 0  # by zygotes; those of them whose namespaces had been made ahead
+        self.upcoming: Callable[[int], Sequence[int]] = lambda _: ()  # slots of the sandboxes that will be next, as many as are asked for
         self.masked_directories: frozenset[str] = frozenset()
         self.mappable: frozenset[str] = frozenset()  # disk modes whose file system can be id-mapped
 

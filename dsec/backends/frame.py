@@ -116,20 +116,10 @@ def render(
     sections: list[tuple[Tag, bytes]] = [
         (Tag.LOWERS, struct.pack("=I", lowers)),
         (Tag.UPPER, _upper(plan, base if own_upper else 0)),
-        (Tag.NAMESPACES, struct.pack("=I", NAMESPACES)),
         (Tag.HOSTNAME, _texts("hostname", [plan.hostname])),
         (Tag.ARGV, _texts("argv", args)),
         (Tag.ENV, _texts("env", [f"{name}={value}" for name, value in plan.env.items()])),
         *((Tag.MOUNT, _mount(mount, base if mount.fstype == "devpts" else 0)) for mount in plan.mounts),
-        (Tag.NODES, _same("nodes", NODES)),
-        (Tag.LINKS, _same("links", LINKS)),
-        (Tag.MASKED, _same("masked", plan.masked)),
-        (Tag.READONLY, _same("readonly", plan.readonly)),
-        (Tag.RLIMIT, struct.pack("=IIQQ", resource.RLIMIT_NOFILE, 0, *nofile)),
-        (Tag.RLIMIT, struct.pack("=IIQQ", resource.RLIMIT_CORE, 0, 0, 0)),
-        (Tag.CAPS, struct.pack("=Q", capability_set(plan.capabilities))),
-        (Tag.NO_NEW_PRIVS, struct.pack("=I", 1)),
-        (Tag.OOM, struct.pack("=i", OOM_SCORE_ADJ)),
         (Tag.MADE, _texts("groups", groups.directories)),
         (Tag.SETTINGS, _texts("groups", [text for setting in groups.settings for text in setting])),
         (Tag.SOCKET, _texts("socket", [socket])),
@@ -140,21 +130,48 @@ def render(
         sections.append((Tag.GROUP2, _texts("group2", [group2])))
     else:
         sections.append((Tag.GROUPS, _texts("groups", groups.joins)))
-    if seccomp:
-        sections.append((Tag.SECCOMP, seccomp))
-    return pack(sections)
+    return pack(sections, _common(plan.masked, plan.readonly, plan.capabilities, nofile, seccomp))
 
 
-def pack(sections: Iterable[tuple[int, bytes]]) -> bytes:
+Packed = tuple[int, bytes]  # how many sections, and how they stand in a frame
+
+
+def pack(sections: Iterable[tuple[int, bytes]], further: Packed = (0, b"")) -> bytes:
     """Sections to a frame."""
-    parts = [piece for tag, body in sections for piece in (SECTION.pack(tag, 0, len(body)), body)]
-    size = HEAD.size + sum(map(len, parts))
+    count, body = _pack(sections)
+    size = HEAD.size + len(body) + len(further[1])
     if size > MAX_FRAME:
         raise Unsupported("more than a launch takes", field="env", value=size, fix=f"use less than {MAX_FRAME} bytes", reason="launcher")
-    return b"".join((HEAD.pack(MAGIC, VERSION, len(parts) // 2, size, 0), *parts))
+    return b"".join((HEAD.pack(MAGIC, VERSION, count + further[0], size, 0), body, further[1]))
 
 
-@functools.lru_cache(64)
+def _pack(sections: Iterable[tuple[int, bytes]]) -> Packed:
+    parts = [piece for tag, body in sections for piece in (SECTION.pack(tag, 0, len(body)), body)]
+    return len(parts) // 2, b"".join(parts)
+
+
+@functools.lru_cache(16)
+def _common(
+    masked: tuple[str, ...], readonly: tuple[str, ...], capabilities: tuple[str, ...], nofile: tuple[int, int], seccomp: bytes
+) -> Packed:
+    """The sections that are the same in most frames."""
+    sections: list[tuple[Tag, bytes]] = [
+        (Tag.NAMESPACES, struct.pack("=I", NAMESPACES)),
+        (Tag.NODES, _texts("nodes", NODES)),
+        (Tag.LINKS, _texts("links", LINKS)),
+        (Tag.MASKED, _texts("masked", masked)),
+        (Tag.READONLY, _texts("readonly", readonly)),
+        (Tag.RLIMIT, struct.pack("=IIQQ", resource.RLIMIT_NOFILE, 0, *nofile)),
+        (Tag.RLIMIT, struct.pack("=IIQQ", resource.RLIMIT_CORE, 0, 0, 0)),
+        (Tag.CAPS, struct.pack("=Q", capability_set(capabilities))),
+        (Tag.NO_NEW_PRIVS, struct.pack("=I", 1)),
+        (Tag.OOM, struct.pack("=i", OOM_SCORE_ADJ)),
+    ]
+    if seccomp:
+        sections.append((Tag.SECCOMP, seccomp))
+    return _pack(sections)
+
+
 def capability_set(names: tuple[str, ...]) -> int:
     """Bits of capabilities by their names (``CAP_KILL``). Raises `Unsupported` for one that is not known."""
     bits = 0
@@ -176,12 +193,6 @@ def _texts(field: str, texts: Iterable[str]) -> bytes:
     if any(b"\0" in text for text in encoded):
         raise Unsupported("holds a NUL byte", field=field, reason="launcher")
     return b"".join(text + b"\0" for text in encoded)
-
-
-@functools.lru_cache(64)
-def _same(field: str, texts: tuple[str, ...]) -> bytes:
-    """`_texts` of what is the same in most plans."""
-    return _texts(field, texts)
 
 
 def _upper(plan: LaunchPlan, owned_by: int) -> bytes:

@@ -13,11 +13,13 @@ from dsec.backends.base import LaunchPlan
 from dsec.backends.driver import LAUNCH_TIMEOUT, Place, Site
 from dsec.backends.network import TOP
 from dsec.backends.pack import UPPER_FD
+from dsec.backends.plan import ids_of
 from dsec.errors import NodeError
 from dsec.security import seccomp
 
 LISTENER_FD = 3
 ARCHES = ("x86_64", "aarch64")
+AHEAD = os.cpu_count() or 1  # namespaces are made ahead for as many sandboxes as the holder has zygotes at most
 
 
 def trouble(site: Site) -> str:
@@ -61,12 +63,22 @@ class NativeDriver:
         )
         fd = _in_memory(data)
         try:
-            started = self.site.holder.request("spawn", fds=(fd,), ulid=plan.ulid, lowers=[layer.digest for layer in plan.lowers], top=top)
-            answer = await asyncio.wait_for(started, LAUNCH_TIMEOUT)
+            async with asyncio.timeout(LAUNCH_TIMEOUT):  # not `wait_for`, whose task would take another turn of the loop
+                answer = await self.site.holder.request(
+                    "spawn",
+                    fds=(fd,),
+                    ulid=plan.ulid,
+                    lowers=[layer.digest for layer in plan.lowers],
+                    top=top,
+                    base=plan.idmap.base if plan.idmap is not None else 0,
+                    coming=[ids_of(slot).base for slot in self.site.upcoming(AHEAD)] if plan.idmap is not None else [],
+                )
         except TimeoutError as error:
             raise NodeError(f"no sandbox within {LAUNCH_TIMEOUT} s", sandbox=plan.id, reason="launcher") from error
         finally:
             os.close(fd)
+        self.site.launches += 1
+        self.site.from_pool += answer.get("ahead", False)
         return int(answer["pid"])
 
     async def detail(self, plan: LaunchPlan) -> str:  # noqa: ARG002 - the zygote's answer says it all

@@ -173,7 +173,7 @@ def make_plan(
         resources=spec.resources,
         disk_mode=mode,
         qos=spec.qos,
-        idmap=IdMap(base=IDMAP_BASE + IDMAP_COUNT * slot, count=IDMAP_COUNT) if node.userns else None,
+        idmap=ids_of(slot) if node.userns else None,
         cgroup=f"{node.cgroup_root}/{node.edge}/{id.ulid}",
         hostname=spec.hostname or f"sb-{id.ulid[-8:]}",
         env=env,
@@ -189,6 +189,11 @@ def make_plan(
         readonly=READONLY,
         degraded=tuple(degraded),
     )
+
+
+def ids_of(slot: int) -> IdMap:
+    """The ids of the sandbox that has the slot."""
+    return IdMap(base=IDMAP_BASE + IDMAP_COUNT * slot, count=IDMAP_COUNT)
 
 
 def memory_bytes(plan: LaunchPlan) -> int:

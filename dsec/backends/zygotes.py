@@ -1,7 +1,8 @@
 """The holder's part in native launches: it keeps the zygotes (launcher/zygote.c), one a core, and hands each launch to an idle one.
 
-The holder never looks into a frame. It adds the descriptors of the layers, keeps launches in order while all zygotes are busy, and learns
-the sandbox's init, which is its own child, by a pidfd. Standard library only.
+Once nothing is asked of it, a zygote makes namespaces ahead for the sandbox that is likely to come next: a pool of one a zygote, by which
+the holder hands launches out. The holder never looks into a frame. It adds the descriptors of the layers, keeps launches in order while all
+zygotes are busy, and learns the sandbox's init, which is its own child, by a pidfd. Standard library only.
 """
 
 from __future__ import annotations
@@ -15,18 +16,28 @@ import socket
 import struct
 import sys
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 from dsec import syscalls
 from dsec.backends.holder_parts import Call, Core, Refused, Sandbox
 
 MAGIC = 0x314C5344
-REQUEST = struct.Struct("=IIII")  # magic, number, more, zero
+REQUEST = struct.Struct("=IIII")  # magic, number, more, next
 ANSWER = struct.Struct("=Iii")  # number, pid, errno; then a text
 FDS_A_MESSAGE = 250  # of the kernel's 253
 MAX_TEXT = 1000
+AHEAD = b"ahead"  # what the first answer says of a launch whose namespaces had been made
 FAST_DEATHS = 20  # after so many with no launch between them a zygote is not started again: something is wrong with this node
 KILL_AFTER = 2.0  # seconds that a zygote may go on with a launch that nobody wants any more
+
+
+class Launch(NamedTuple):
+    """One that waits for a zygote: the frame and the layers, the first of the sandbox's ids, and those of the sandboxes to come."""
+
+    box: Sandbox
+    fds: list[int]
+    base: int
+    coming: tuple[int, ...]
 
 
 class Zygote:
@@ -38,6 +49,7 @@ class Zygote:
         self.box: Sandbox | None = None
         self.dying = False
         self.unwanted = 0.0  # since when
+        self.ahead = 0  # the first id of the sandbox for which it makes namespaces once it is idle; 0: none
 
 
 class Zygotes(Core):
@@ -46,58 +58,68 @@ class Zygotes(Core):
     def __init__(self) -> None:
         self.zygotes: dict[int, Zygote] = {}  # by the number of their socket
         self.zygote_deaths = 0  # with no launch between them
-        self._queue: collections.deque[tuple[Sandbox, list[int]]] = collections.deque()
+        self._queue: collections.deque[Launch] = collections.deque()
 
     # --- requests --------------------------------------------------------------------------------------------------
 
     def op_zygotes(self, call: Call) -> dict[str, Any]:
         """Have them ready; ``count`` 0 means one a core."""
         self._keep(call.message.get("count", 0) or len(os.sched_getaffinity(0)))
-        return {"pids": [zygote.pid for zygote in self.zygotes.values()], "deaths": self.zygote_deaths}
+        zygotes = self.zygotes.values()
+        ahead = sum(zygote.box is None and zygote.ahead != 0 for zygote in zygotes)
+        return {"pids": [zygote.pid for zygote in zygotes], "deaths": self.zygote_deaths, "ahead": ahead}
 
     def op_spawn(self, call: Call) -> dict[str, Any] | None:
         """Start a sandbox from a frame; answered when its init is there, which has steps to go until it is the agent. Should one of them
-        fail, it ends, and ``why`` in how it ended says which. The call's descriptor is the frame."""
+        fail, it ends, and ``why`` in how it ended says which. The call's descriptor is the frame. ``base``: the first of the sandbox's ids,
+        0 where it has the node's; ``coming``: those of the sandboxes that are likely to be next."""
         if len(call.fds) != 1:
             raise Refused("a launch needs its frame")
         box = self._admit(call)
         self._keep(1)
         layers = self._layers_of(call)  # ours to close
         self.sandboxes[box.ulid] = box
-        self._queue.append((box, [os.dup(call.fds[0]), *layers]))
+        coming = tuple(call.message.get("coming", ()))
+        self._queue.append(Launch(box, [os.dup(call.fds[0]), *layers], call.message.get("base", 0), coming))
         self._hand_out_launches()
         return None
 
     def _hand_out_launches(self) -> None:
-        for zygote in list(self.zygotes.values()):
-            while zygote.box is None and not zygote.dying and self._queue:
-                box, fds = self._queue.popleft()
-                if box.doomed:
-                    self._failed(box, "killed before it was launched")
-                else:
-                    try:
-                        self._order(zygote, box, fds)
-                    except OSError:  # its end comes as an event of its own, and another takes the launch
-                        zygote.dying = True
-                        syscalls.pidfd_send_signal(zygote.pidfd, signal.SIGKILL)
-                        self._queue.appendleft((box, fds))
-                        break
-                for fd in fds:
-                    os.close(fd)
-        if self._queue and not self.zygotes:
-            while self._queue:
-                box, fds = self._queue.popleft()
-                for fd in fds:
-                    os.close(fd)
-                self._failed(box, f"no zygote is left: {self.zygote_deaths} have died")
+        while self._queue and self.zygotes:
+            launch = self._queue[0]
+            if launch.box.doomed:
+                self._failed(launch.box, "killed before it was launched")
+            elif not self._order(launch):
+                return
+            self._let_go(self._queue.popleft())
+        while self._queue:
+            launch = self._queue.popleft()
+            self._let_go(launch)
+            self._failed(launch.box, f"no zygote is left: {self.zygote_deaths} have died")
 
-    def _order(self, zygote: Zygote, box: Sandbox, fds: list[int]) -> None:
-        zygote.number += 1
-        parts = [fds[at : at + FDS_A_MESSAGE] for at in range(0, len(fds), FDS_A_MESSAGE)]
-        for left, part in zip(range(len(parts) - 1, -1, -1), parts, strict=True):
-            head = REQUEST.pack(MAGIC, zygote.number, left, 0)
-            zygote.sock.sendmsg([head], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", part))])
-        zygote.box, zygote.unwanted = box, 0.0
+    def _order(self, launch: Launch) -> bool:
+        """Hand it to an idle zygote, best to the one that has made its namespaces; False when there is none."""
+        idle = [zygote for zygote in self.zygotes.values() if zygote.box is None and not zygote.dying]
+        for zygote in sorted(idle, key=lambda zygote: (zygote.ahead != launch.base, zygote.ahead != 0)):
+            others = {other.ahead for other in self.zygotes.values() if other is not zygote}
+            ahead = next((base for base in launch.coming if base not in others), 0)
+            parts = [launch.fds[at : at + FDS_A_MESSAGE] for at in range(0, len(launch.fds), FDS_A_MESSAGE)]
+            try:
+                for left, part in zip(range(len(parts) - 1, -1, -1), parts, strict=True):
+                    head = REQUEST.pack(MAGIC, zygote.number + 1, left, ahead)
+                    zygote.sock.sendmsg([head], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", part))])
+            except OSError:  # its end comes as an event of its own, and another takes the launch
+                zygote.dying = True
+                syscalls.pidfd_send_signal(zygote.pidfd, signal.SIGKILL)
+                continue
+            zygote.number += 1
+            zygote.box, zygote.unwanted, zygote.ahead = launch.box, 0.0, ahead
+            return True
+        return False
+
+    def _let_go(self, launch: Launch) -> None:
+        for fd in launch.fds:
+            os.close(fd)
 
     def _failed(self, box: Sandbox, text: str) -> None:
         self._gone(box, {"code": -1, "signal": 0})
@@ -163,21 +185,21 @@ class Zygotes(Core):
         else:
             self.zygote_deaths = 0
             if fds:
-                self._born(zygote.box, pid, fds[0])
+                self._born(zygote.box, pid, fds[0], data[ANSWER.size :] == AHEAD)
             else:
                 box, zygote.box = zygote.box, None
                 self._launched(box, pid, f"{data[ANSWER.size :].decode(errors='replace')}: {os.strerror(code)}" if code else "")
         self._hand_out_launches()
         return True
 
-    def _born(self, box: Sandbox, pid: int, pidfd: int) -> None:
+    def _born(self, box: Sandbox, pid: int, pidfd: int, ahead: bool) -> None:
         box.init, box.pid, box.starting = pidfd, pid, True
         self._watch(box.init, "init", box)
         if box.doomed:
             syscalls.pidfd_send_signal(box.init, signal.SIGKILL)
             self._answer(box, {"error": "killed while it was launched"})
         else:
-            self._answer(box, {"ok": {"pid": pid}})
+            self._answer(box, {"ok": {"pid": pid, "ahead": ahead}})
 
     def _launched(self, box: Sandbox, pid: int, why: str) -> None:
         """It is the agent now, or ``why`` says what failed."""

@@ -76,6 +76,21 @@ async def test_what_is_written_is_read_again(store: Store, tmp_path: Path) -> No
     assert found[rows[2].ulid].ended_ts == 99.0
 
 
+async def test_changes_are_written_in_their_order(store: Store, tmp_path: Path) -> None:
+    """Those that nobody waits for, which the writer hears of a little later, before the next one that somebody waits for."""
+    row = record()
+    await store.insert([row])
+    for state in (State.CREATING, State.RUNNING):
+        row.state = state
+        posted = store.post(row)
+    row.state = State.STOPPING
+    await store.update(row)
+    assert posted.done()
+    row.state = State.STOPPED
+    store.post(row)
+    assert [again.state for again in await _again(store, tmp_path)] == [State.STOPPED]
+
+
 async def test_an_incarnation_is_uuid_and_start(store: Store) -> None:
     """It names the directory and counts the starts."""
     uuid, _, start = store.incarnation.partition(".")

@@ -22,6 +22,7 @@ from dsec import syscalls
 from dsec.backends import frame, native
 from dsec.backends.base import LaunchPlan, Undone
 from dsec.backends.frame import Tag
+from dsec.backends.plan import ids_of
 from dsec.errors import NodeError
 from dsec.model import MIB, Resources
 from tests.fixtures_backend import Yard, sh
@@ -320,6 +321,106 @@ async def test_zygotes_keep_nothing_of_a_launch(backend: Any, yard: Yard) -> Non
     for box in boxes:
         await box.stop()
     await backend.reap(frozenset())
+
+
+async def made_ahead(backend: Any, *boxes: Any) -> dict[int, str]:
+    """Children of the zygotes with the networks that they hold, once there is one for each of ``boxes``, and none of it is a box's."""
+    pids = zygotes(await backend.site.holder.request("zygotes"))
+    taken = {os.readlink(box.netns) for box in boxes}
+    for _ in range(1000):
+        found = [int(child) for pid in pids for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+        with contextlib.suppress(OSError):  # one that has just ended
+            networks = {pid: os.readlink(f"/proc/{pid}/ns/net") for pid in found if _loopback_is_up(pid)}
+            if len(networks) == len(boxes) and not taken & set(networks.values()):
+                return networks
+        await asyncio.sleep(0.01)
+    raise AssertionError("nothing was made ahead")
+
+
+def _has_ended(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+def _loopback_is_up(pid: int) -> bool:
+    """The last step of making them."""
+    return "127.0.0.1" in Path(f"/proc/{pid}/net/fib_trie").read_text()
+
+
+def ordered(yard: Yard, backend: Any) -> tuple[LaunchPlan, LaunchPlan]:
+    """Two plans, the second of which is announced when the first one is launched."""
+    first, second = yard.plan(backend.node), yard.plan(backend.node)
+    slots = [(plan.idmap.base - ids_of(0).base) // ids_of(0).count for plan in (first, second)]
+    backend.site.upcoming = lambda _: slots[1:]
+    return first, second
+
+
+async def test_namespaces_are_made_ahead_for_the_sandbox_that_comes_next(backend: Any, yard: Yard) -> None:
+    """It gets them, its id map and a network of its own with them; they are counted, and an end of the zygotes ends them."""
+    first, second = ordered(yard, backend)
+    box = await backend.launch(first)
+    [(nurse, network)] = (await made_ahead(backend, box)).items()
+    assert network != os.readlink("/proc/self/ns/net")
+    assert (await backend.site.holder.request("zygotes"))["ahead"] == 1
+    assert (backend.site.launches, backend.site.from_pool) == (1, 0)
+    backend.site.upcoming = lambda _: ()
+    next_box = await backend.launch(second)
+    assert os.readlink(next_box.netns) == network
+    assert (await sh(next_box, "cat /proc/self/uid_map"))[1].split() == ["0", str(second.idmap.base), str(second.idmap.count)]
+    assert (await sh(next_box, "cat /proc/sys/kernel/hostname"))[1].strip() == second.hostname
+    assert (backend.site.launches, backend.site.from_pool) == (2, 1)
+    for _ in range(1000):  # what is left of the launch goes when nothing has been asked for a moment
+        if not Path(f"/proc/{nurse}").exists():
+            break
+        await asyncio.sleep(0.01)
+    assert not Path(f"/proc/{nurse}").exists()
+    await next_box.stop()
+    await box.stop()
+
+
+async def test_namespaces_made_ahead_for_another_are_not_used(backend: Any, yard: Yard) -> None:
+    """Where all zygotes are prepared, a sandbox that was not announced gets its own, made when it is launched."""
+    count = len(zygotes(await backend.site.holder.request("zygotes")))
+    backend.site.upcoming = lambda _: range(900, 900 + count)
+    boxes = [await backend.launch(yard.plan(backend.node)) for _ in range(count)]
+    networks = set((await made_ahead(backend, *boxes)).values())
+    assert len(networks) == count
+    plan = yard.plan(backend.node)
+    boxes.append(await backend.launch(plan))
+    assert os.readlink(boxes[-1].netns) not in networks
+    assert (await sh(boxes[-1], "cat /proc/self/uid_map"))[1].split()[1] == str(plan.idmap.base)
+    assert backend.site.from_pool == 0
+    for each in boxes:
+        await each.stop()
+
+
+async def test_a_launch_survives_the_end_of_what_was_made_ahead(backend: Any, yard: Yard) -> None:
+    """The process that held it was killed: the sandbox gets namespaces that are made when it is launched."""
+    first, second = ordered(yard, backend)
+    box = await backend.launch(first)
+    [nurse] = await made_ahead(backend, box)
+    os.kill(nurse, signal.SIGKILL)
+    next_box = await backend.launch(second)
+    assert (await sh(next_box, "echo works"))[1] == "works\n"
+    await next_box.stop()
+    await box.stop()
+
+
+async def test_a_zygotes_end_is_the_end_of_what_it_made_ahead(backend: Any, yard: Yard) -> None:
+    """No namespace stays; of its process at most the exit status, which the holder takes when nothing lives any more."""
+    first, _ = ordered(yard, backend)
+    box = await backend.launch(first)
+    [nurse] = await made_ahead(backend, box)
+    for pid in zygotes(await backend.site.holder.request("zygotes")):
+        os.kill(pid, signal.SIGKILL)
+    for _ in range(1000):
+        if _has_ended(nurse):
+            break
+        await asyncio.sleep(0.01)
+    assert _has_ended(nurse)
+    await box.stop()
 
 
 async def test_a_large_environment_arrives(backend: Any, yard: Yard) -> None:

@@ -1,9 +1,13 @@
 /* One of the holder's helpers, one a core: it stays, and starts a sandbox for each request.
  *
- * A request is one SEQPACKET message {magic, number, more, 0} on descriptor 3 with descriptors: the frame, then the layers, topmost
- * first; `more` messages with further layers follow. The answers are {number, pid, errno} and a text: one with a pidfd as soon as there is
- * a process, so that whoever asked can call its agent while that is on its way; and one without, when the agent is executed or a step has
- * failed, with the step and its errno. A pid of 0: no process was made.
+ * A request is one SEQPACKET message {magic, number, more, next} on descriptor 3 with descriptors: the frame, then the layers, topmost
+ * first; `more` messages with further layers follow. `next` is the first id of the sandbox that is likely to be ordered after this one, or
+ * 0: once nothing has been asked for a moment, its user namespace and the others in it are made ahead. They last until the next request,
+ * which takes them when it is theirs; nothing that a sandbox had is ever given to another.
+ *
+ * The answers are {number, pid, errno} and a text: one with a pidfd as soon as there is a process, so that whoever asked can call its agent
+ * while that is on its way ("ahead": its namespaces had been made); and one without, when the agent is executed or a step has failed, with
+ * the step and its errno. A pid of 0: no process was made.
  *
  * The sandbox's init is a child of the holder (CLONE_PARENT), and outlives this process. Descriptors below `first_free` stay for
  * ever and are all in use, so whatever a request brings or makes is above and is closed when it ends, however it ended. */
@@ -24,15 +28,16 @@
 #include <sys/stat.h>
 #include <sys/syscall.h>
 #include <sys/un.h>
+#include <sys/wait.h>
 #include <unistd.h>
 #include <linux/sched.h>
 
-enum { CONTROL_FD = 3, FDS_A_MESSAGE = 250, MAX_FDS = MAX_LOWERS + 1, SETUP_MS = 30000, MAX_TEXT = 1000 };
+enum { CONTROL_FD = 3, FDS_A_MESSAGE = 250, MAX_FDS = MAX_LOWERS + 1, SETUP_MS = 30000, QUIET_MS = 4, MAX_TEXT = 1000 };
 static const char *const NODES[] = {"null", "zero", "full", "random", "urandom", "tty"};
 enum { NODE_COUNT = sizeof NODES / sizeof *NODES };
 
 struct request {
-    uint32_t magic, number, more, zero;
+    uint32_t magic, number, more, next;
 };
 struct answer {
     uint32_t number;
@@ -49,7 +54,11 @@ static const char *environment[MAX_ENV + 1];
 static struct order order;
 static int fds[MAX_FDS], fd_count;
 static int nodes[NODE_COUNT], empty_directory, empty_namespace, first_free, news_pipe;
-static struct nurse nurse;
+static struct nursery { /* the namespaces that a sandbox's root governs, and the process that holds them */
+    struct nurse nurse;
+    uint32_t base, count;
+    int others, userns, pidfd;
+} nursery;
 static jmp_buf failed;
 static int failed_error;
 static char failed_text[MAX_TEXT];
@@ -141,7 +150,7 @@ static bool receive(struct request *request) {
             int count = (int)((c->cmsg_len - CMSG_LEN(0)) / sizeof(int));
             for (int i = 0; i < count && fd_count < MAX_FDS; i++) memcpy(&fds[fd_count++], CMSG_DATA(c) + (size_t)i * sizeof(int), sizeof(int));
         }
-        if (got != sizeof part || part.magic != FRAME_MAGIC || part.zero || message.msg_flags & (MSG_TRUNC | MSG_CTRUNC) ||
+        if (got != sizeof part || part.magic != FRAME_MAGIC || message.msg_flags & (MSG_TRUNC | MSG_CTRUNC) ||
             (!first && part.number != request->number))
             end_with_words(EPROTO, "the holder does not speak our protocol");
         *request = part;
@@ -168,11 +177,20 @@ static int node_by_name(const char *name) {
     fail("refused: nodes: %.64s is not one of ours", name);
 }
 
-/* Limits are written before anybody is in the group. What is left of it when a launch fails is found by its name. */
+/* Limits are written before anybody is in the group. What is left of it when a launch fails is found by its name.
+ *
+ * Each group's limits follow it at once: the last group is the memory one, and making it and mounting a file system wait for each other
+ * in the kernel (shrinkers). The process has mounted its two by then. */
 static void make_groups(void) {
-    for (int i = 0; i < order.made_count; i++)
-        if (mkdir(order.made[i], 0755) && errno != EEXIST) fail("make the cgroup %s", order.made[i]);
-    for (int i = 0; i < order.setting_count; i += 2) write_file(order.settings[i], order.settings[i + 1]);
+    static bool written[MAX_SETTINGS];
+    memset(written, 0, sizeof written);
+    for (int i = 0; i <= order.made_count; i++) {
+        const char *group = i < order.made_count ? order.made[i] : "/"; /* whatever is left */
+        if (i < order.made_count && mkdir(group, 0755) && errno != EEXIST) fail("make the cgroup %s", group);
+        for (int s = 0; s < order.setting_count; s += 2)
+            if (!written[s / 2] && !strncmp(order.settings[s], group, strlen(group)))
+                written[s / 2] = true, write_file(order.settings[s], order.settings[s + 1]);
+    }
 }
 
 /* The directory that a group is made in, and the rest of the path of a file of the group's. */
@@ -202,8 +220,41 @@ static int listen_at(const char *path) {
     return fd;
 }
 
+/* In two halves, for who has something to do meanwhile. */
+static void call_for(uint32_t base, uint32_t count, int others) {
+    nursery = (struct nursery){.base = base, .count = count, .others = others, .userns = -1, .pidfd = -1};
+    call_nurse(&nursery.nurse, base, others);
+}
+
+static void settle_nursery(void) {
+    if (nursery.userns >= 0) return; /* it was made ahead */
+    nursery.userns = map_userns(&nursery.nurse, nursery.base, nursery.count);
+    nursery.pidfd = (int)syscall(SYS_pidfd_open, nursery.nurse.pid, 0);
+    if (nursery.pidfd < 0) fail("open the nurse of the namespaces");
+}
+
+/* Whether the order's namespaces are there, or on their way: a nurse that failed has ended. */
+static bool made_ahead(int others) {
+    if (nursery.nurse.pid > 0 && waitpid(nursery.nurse.pid, NULL, WNOHANG)) nursery.nurse.pid = 0;
+    return nursery.nurse.pid && nursery.base == order.base && nursery.count == order.count && nursery.others == others;
+}
+
+/* When this fails the next request makes them itself, and tells why it cannot. */
+static void make_ahead(uint32_t base) {
+    uint32_t count = order.count;
+    int others = nursery.others;
+    if (setjmp(failed)) {
+        dismiss(&nursery.nurse);
+        syscall(SYS_CLOSE_RANGE, first_free, ~0u, 0);
+        return;
+    }
+    call_for(base, count, others);
+    settle_nursery();
+}
+
 struct started {
     int pid, pidfd, news, groups_made;
+    bool ahead; /* its namespaces were there */
 };
 
 static struct started start(void) {
@@ -213,22 +264,23 @@ static struct started start(void) {
     read_order(fds[0]);
     for (int i = 0; i < order.node_count; i++) chosen[i] = node_by_name(order.nodes[i]);
     int others = (int)order.namespaces & (CLONE_NEWNET | CLONE_NEWIPC | CLONE_NEWUTS);
-    if (order.has_ids) call_nurse(&nurse, order.base, others);
+    bool ahead = order.has_ids && made_ahead(others);
+    if (order.has_ids && !ahead) dismiss(&nursery.nurse), call_for(order.base, order.count, others);
     for (int i = 0; i < order.group_count; i++) homes[i] = open_home(order.groups[i], &joins[i]);
     if (order.group2) make_groups(); /* to be born in it */
     int group2 = order.group2 ? open(order.group2, O_PATH | O_DIRECTORY | O_CLOEXEC) : 0;
     if (group2 < 0) fail("open %s", order.group2);
     int listener = listen_at(order.socket);
-    int userns = order.has_ids ? map_userns(&nurse, order.base, order.count) : -1;
-    int nursed = order.has_ids ? (int)syscall(SYS_pidfd_open, nurse.pid, 0) : -1;
-    if (order.has_ids && nursed < 0) fail("open the nurse of the namespaces");
+    if (order.has_ids) settle_nursery();
+    int userns = order.has_ids ? nursery.userns : -1;
     for (uint32_t i = 0; i < order.lowers; i++) lowers[i] = clone_mount(fds[1 + i], "", userns);
     int upper = make_upper(&order.upper, userns);
     int overlay = overlay_by_descriptors(lowers, (int)order.lowers, upper, order.base, true);
     int kept = keep_upper(upper);
     struct prepared prepared = {
-        .order = &order, .overlay = overlay, .upper = kept, .listener = listener, .nurse = nursed, .nurse_told = nurse.told, .empty_namespace = empty_namespace,
-        .empty_directory = empty_directory, .nodes = chosen, .homes = homes, .joins = joins,
+        .order = &order, .overlay = overlay, .upper = kept, .listener = listener, .nurse = order.has_ids ? nursery.pidfd : -1,
+        .nurse_told = nursery.nurse.told, .empty_namespace = empty_namespace, .empty_directory = empty_directory,
+        .nodes = chosen, .homes = homes, .joins = joins,
     };
     int ends[2], made[2], pidfd = -1;
     if (pipe2(ends, O_CLOEXEC) || pipe2(made, O_CLOEXEC)) fail("make a pipe");
@@ -248,7 +300,7 @@ static struct started start(void) {
         become_sandbox(&prepared);
     }
     close(ends[1]), close(made[0]), close(listener); /* once the agent has ended nobody holds it, and who calls hears that */
-    return (struct started){.pid = (int)pid, .pidfd = pidfd, .news = ends[0], .groups_made = made[1]};
+    return (struct started){.pid = (int)pid, .pidfd = pidfd, .news = ends[0], .groups_made = made[1], .ahead = ahead};
 }
 
 /* Until the agent is executed, which closes the pipe, or the child says what failed. One that is killed meanwhile is told by its end. */
@@ -284,6 +336,13 @@ static void reply(const struct answer *answer, int pidfd) {
     if (sendmsg(CONTROL_FD, &message, MSG_NOSIGNAL) < 0) _exit(0); /* the holder is gone */
 }
 
+/* Whether nothing more is asked. The agent that was just executed is called in this moment: a core is left to that, and what else is to
+ * do here waits (letting go of mounts disturbs all cores). */
+static bool is_quiet(void) {
+    struct pollfd next = {.fd = CONTROL_FD, .events = POLLIN};
+    return poll(&next, 1, QUIET_MS) == 0;
+}
+
 int zygote_main(void) {
     static struct request request;
     static struct answer answer;
@@ -306,14 +365,18 @@ int zygote_main(void) {
         } else {
             child = start();
             answer.pid = child.pid;
+            if (child.ahead) strcpy(answer.text, "ahead");
             reply(&answer, child.pidfd);
+            answer.text[0] = 0;
             if (!order.group2) make_groups(); /* while it mounts */
             if (write(child.groups_made, "", 1) < 0) {} /* if it has ended, `follow` hears why */
             follow(&child, &answer);
         }
         reply(&answer, -1);
-        dismiss(&nurse);
+        bool quiet = !answer.error && is_quiet();
+        dismiss(&nursery.nurse);
         syscall(SYS_CLOSE_RANGE, first_free, ~0u, 0);
+        if (quiet && request.next && order.has_ids) make_ahead(request.next);
     }
     return 0;
 }
