@@ -85,6 +85,7 @@ class Edge:
         self.checkpoints = Checkpoints(self)
         self.workers = Workers(self)
         self.standing = Standing(self, fences, trust)
+        self.reporter.in_doubt = self.standing.in_doubt
         self._mute = False  # the bus does not answer, though it seems connected
         host.layer_told = self.layer_news
         host.upcoming = self.intake.slots.upcoming

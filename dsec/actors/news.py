@@ -2,12 +2,14 @@
 
 The first news of a burst that somebody waits for leaves at the end of the loop's current round; what follows within the window leaves
 together at its end, or at once when nothing more of this burst is expected here: a single create never waits. Nobody waits for being
-accepted: that goes along with what comes next, or alone when nothing has come for a while.
+accepted: that goes along with what comes next, or alone when nothing has come for a while. An Edge in doubt (dsec/actors/standing.py) tells
+nothing: its news wait.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 import structlog
 
@@ -41,6 +43,7 @@ class Reporter:
         self._edge = edge
         self._window = window
         self._open: dict[tuple[str, str], _Open] = {}
+        self.in_doubt: Callable[[], bool] = lambda: False
 
     def accepted(self, burst: str, inbox: str, placed: list[Placed], expected: int) -> None:
         """``expected``: how many more of them will be ready or failed, and are not counted for this inbox yet."""
@@ -88,6 +91,8 @@ class Reporter:
     def _send(self, key: tuple[str, str]) -> None:
         entry = self._open[key]
         entry.timer = None
+        if self.in_doubt():
+            return
         entry.quiet_until = asyncio.get_running_loop().time() + self._window
         if entry.expected <= 0:
             del self._open[key]
@@ -111,3 +116,14 @@ class Reporter:
                 entry.timer.cancel()
             self._send(key)
         self._open.clear()
+
+    def go_on(self) -> None:
+        """There is no doubt any more: send what has waited."""
+        for key, entry in list(self._open.items()):
+            if entry.timer is None and (entry.accepted or entry.ready or entry.failed):
+                self._send(key)
+
+    def forget(self) -> None:
+        """The node was declared lost: what waits to be told is not so any more. What ends by that is told as any failure."""
+        for entry in self._open.values():
+            entry.accepted, entry.ready = [], []

@@ -89,16 +89,18 @@ class Standing:
         if self.turn != turn:
             raise SandboxGone(f"has ended ({LOST.reason}): {LOST.detail}", reason=str(LOST.reason))
 
-    def guard(self, handler: Any, *, again: bool = False) -> Any:
+    def guard(self, handler: Any, *, again: bool = False, at_once: bool = False) -> Any:
         """A handler that begins nothing and tells nothing while it is in doubt. Where this node was fenced meanwhile, the answer is that
-        the sandbox is gone; with ``again`` it is asked for once more."""
+        the sandbox is gone; with ``again`` it is asked for once more. ``at_once``: it begins in any case, and only its
+        answer waits."""
         if not asyncio.iscoroutinefunction(handler):
             return handler
 
         async def handle(context: Context, request: Any) -> Any:
-            if self.in_doubt():
-                await self.settled()
             turn = self.turn
+            if self.in_doubt() and not at_once:
+                await self.settled()
+                turn = self.turn
             reply = await handler(context, request)
             if self.in_doubt():
                 await self.settled()
@@ -136,6 +138,7 @@ class Standing:
         finally:
             self._entering = None
         edge.beat()
+        edge.reporter.go_on()
 
     async def _fall(self) -> None:
         """Another may run what we run: all of it ends, and nothing of it is told."""
@@ -146,3 +149,4 @@ class Standing:
             await asyncio.sleep(0.05)
         while edge.sandboxes:
             await edge.stop_all(LOST)
+        edge.reporter.forget()

@@ -154,7 +154,8 @@ class Verbs:
         )
         leases = Route(
             subject=subjects.lease_all(unit, edge.name),
-            verbs=(Verb(name="renew", request=LeaseRenew, reply=LeaseAck, handler=self.renew),),
+            # At once: no lease lapses because its renewal waited.
+            verbs=(Verb(name="renew", request=LeaseRenew, reply=LeaseAck, handler=surely(self.renew, again=True, at_once=True)),),
             verb_of=lambda _: "renew",
             caller_of=subjects.lease_caller,
         )

@@ -9,10 +9,14 @@ from collections.abc import AsyncIterator
 import pytest
 import pytest_asyncio
 
+from dsec.actors.edge import Edge
+from dsec.backends.fake import Faults
+from dsec.bus import subjects
+from dsec.bus.messages import LeaseAck, LeaseRenew
 from dsec.bus.server import NatsServer
-from dsec.model import ExitReason
+from dsec.model import ExitReason, State
 from libdsec import SandboxGone
-from tests.integration.actors_box import SPEC, Box, but, eventually
+from tests.integration.actors_box import ME, SPEC, Asker, Box, but, eventually
 
 
 @pytest_asyncio.fixture
@@ -107,3 +111,61 @@ async def test_what_is_not_known_yet_is_no_final_refusal(box: Box) -> None:
         assert not making.done()
         edge.beat()
         assert (await making).id.startswith("n1-")
+
+
+def unread(edge: Edge, *, fenced: bool) -> asyncio.Event:
+    """From now on the Edge is in doubt, until the event is set: then its fence is read."""
+    fences, read = edge.standing._fences, asyncio.Event()
+    assert fences is not None
+
+    async def enter(_edge: str, _incarnation: str) -> bool:
+        await read.wait()
+        return fenced
+
+    fences.enter = enter  # type: ignore[method-assign]
+    edge.standing.doubt()
+    return read
+
+
+@pytest.mark.parametrize("fenced", [False, True])
+async def test_news_wait_while_an_edge_is_in_doubt(box: Box, fenced: bool) -> None:
+    """What has become ready is told when the fence has been read, and never where the node was declared lost."""
+    slow = Faults(launch_delay=0.3)
+    edge = await box.edge(faults=slow)
+    await box.scheduler()
+    asker = await Asker(await box.bus()).open()
+    await asker.create()
+    await eventually(lambda: len(edge.sandboxes) == 1)
+    read = unread(edge, fenced=fenced)
+    (sandbox,) = edge.sandboxes.values()
+    await eventually(lambda: sandbox.state is State.RUNNING)
+    await asyncio.sleep(0.2)
+    assert not asker.ready
+    read.set()
+    slow.launch_delay = 0.0
+    await eventually(lambda: not edge.standing.in_doubt())
+    if fenced:
+        await asker.create(2)
+        await asker.until(lambda asked: 1 in asked.ready and 0 in asked.ready)
+    else:
+        await asker.until(lambda asked: 0 in asked.ready)
+    assert (sandbox.id in asker.ready[0]) is not fenced
+
+
+async def test_a_renewal_counts_at_once_and_is_answered_when_there_is_no_doubt(box: Box) -> None:
+    """No lease lapses because its Edge is in doubt, and none is told to be held by a node that was declared lost."""
+    edge = await box.edge()
+    await box.scheduler()
+    async with box.client(lease_ttl=60) as dsec:
+        made = await dsec.sandbox(SPEC).__aenter__()
+        ulid = made.id.rpartition("-")[2]
+        lease = edge.leases.of[ulid]
+        read = unread(edge, fenced=True)
+        before = edge.leases.held[lease].expires
+        request = LeaseRenew(lease=dsec.lease, seq=1_000, ttl_ms=3_600_000, claims=(ulid,))
+        bus = await box.bus()
+        asked = asyncio.create_task(bus.call(subjects.lease(bus.unit, "n1", ME), request, LeaseAck, timeout=60))
+        await eventually(lambda: edge.leases.held[lease].expires > before + 1_000)
+        assert not asked.done()
+        read.set()
+        assert (await asked).unknown == (ulid,)
