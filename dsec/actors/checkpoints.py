@@ -161,11 +161,14 @@ class Checkpoints:
         return checkpoint
 
     async def _free(self, name: str) -> None:
-        """What an earlier try left that a crash ended: no sweep may take the next one for it."""
+        """What an earlier try left that a crash ended: no sweep may take the next one for it. Raises `Busy` where that cannot be yet."""
         if name in self._freeing:
             async with self._sweeping:
-                if (planner := self._freeing.pop(name, None)) is not None:
-                    await planner.forget(name, self._prefix)
+                if (planner := self._freeing.get(name)) is None:
+                    return
+                if not await planner.forget(name, self._prefix):  # and stays known, for the sweeps to free
+                    raise Busy("what an earlier try left is still in use", field="name", value=name, reason="checkpoints")
+                self._freeing.pop(name, None)
 
     # ------------------------------------------------------------------ standing on one
     async def resolve(self, spec: SandboxSpec, principal: str, project: str) -> Resolved:

@@ -12,7 +12,18 @@ import pytest_asyncio
 from dsec.backends.fake import Faults
 from dsec.bus.messages import CheckpointReply, CheckpointRequest
 from dsec.bus.server import NatsServer
-from dsec.errors import BurstError, Conflict, DeadlineExceeded, InvalidRequest, NodeError, NotFound, SandboxGone, Unsupported
+from dsec.errors import (
+    BurstError,
+    Busy,
+    Conflict,
+    DeadlineExceeded,
+    DsecError,
+    InvalidRequest,
+    NodeError,
+    NotFound,
+    SandboxGone,
+    Unsupported,
+)
 from dsec.model import State, new_ulid
 from tests.integration.actors_box import SPEC, Box, but, eventually
 
@@ -222,3 +233,33 @@ async def test_a_fork_whose_client_died_expires(box: Box) -> None:
         await edge.checkpoints.sweep(last=True)
         assert list(edge.checkpoints.known) == [kept.id]
         assert len(box.nodes["n1"].packed) == 1
+
+
+async def test_what_an_earlier_try_left_is_freed_or_stays_known(box: Box, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A capture begins only when what a former one left under its name is gone; where that fails it is tried again."""
+    edge = await box.edge()
+    planner, free = edge.host.planners["fake"], type(edge.host.planners["fake"]).forget
+    trouble: list[DsecError | None] = [NodeError("the disk is gone")]
+
+    async def forget(name: str, prefix: str) -> bool:
+        if trouble and trouble[0] is not None:
+            raise trouble[0]
+        return False if trouble else await free(planner, name, prefix)
+
+    monkeypatch.setattr(planner, "forget", forget)
+    async with box.client() as dsec:
+        sandbox = edge.sandboxes[(await dsec.create(SPEC)).id.rpartition("-")[2]]
+        request = CheckpointRequest(ulid=new_ulid(), name="again")
+        left = f"{edge.checkpoints._prefix}{request.ulid}"
+        edge.checkpoints._freeing[left] = planner
+        with pytest.raises(NodeError):
+            await edge.checkpoints.make(sandbox, request, None)
+        trouble[0] = None  # it is still in use
+        with pytest.raises(Busy):
+            await edge.checkpoints.make(sandbox, request, None)
+        assert left in edge.checkpoints._freeing
+        trouble.clear()
+        made = await edge.checkpoints.make(sandbox, request, None)
+        assert left not in edge.checkpoints._freeing
+        await edge.checkpoints.sweep()
+        assert [row.id for row in await dsec.checkpoints()] == [made.id]
