@@ -94,18 +94,19 @@ async def find(client: Client, ids: Iterable[str] = ()) -> list[Checkpoint]:
 
 async def _known(client: Client, checkpoint: str) -> Checkpoint:
     """One checkpoint. A node that does not answer is asked again for a while: it may be restarting."""
-    loop = asyncio.get_running_loop()
-    end = loop.time() + AWAY
     request = CheckpointSelector(ids=(checked(checkpoint),))
-    while True:
-        replies, silent = await client._wire.everyone("checkpoints", request, CheckpointsReply, timeout=ASK)
+    edge = SandboxId.parse(checkpoint).edge
+    silent: list[str] = []
+    async for replies, silent in client._wire.until_all("checkpoints", request, CheckpointsReply, timeout=ASK, patience=AWAY):
         for row in (row for reply in replies for row in reply.checkpoints):
             return row
-        if SandboxId.parse(checkpoint).edge not in silent:
-            raise NotFound("no such checkpoint, or its node is away", field="checkpoint", value=checkpoint, fix="see `dsec tree`")
-        if loop.time() > end:
-            raise Unavailable("the node that keeps it does not answer", field="checkpoint", value=checkpoint, reason="silent")
-        await asyncio.sleep(0.2)
+        if edge not in silent:
+            break
+    if edge in silent:
+        raise Unavailable(
+            "the node that keeps it does not answer", field="checkpoint", value=checkpoint, reason="silent", fix="see `dsec node ls`"
+        )
+    raise NotFound("no such checkpoint, or its node is away", field="checkpoint", value=checkpoint, fix="see `dsec tree`")
 
 
 async def drop(client: Client, ids: Iterable[str]) -> list[ItemOutcome]:

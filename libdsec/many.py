@@ -120,18 +120,15 @@ class Many:
         """All that are chosen, with their projects and turns. A node that does not answer is asked again for a while: it may be restarting.
 
         Raises `Unavailable` when one stays silent and nothing was found elsewhere."""
-        end = asyncio.get_running_loop().time() + MANY_TIMEOUT * 2
         found: dict[str, tuple[str, int]] = {}
-        while True:
-            replies, silent = await self._wire.everyone("list", selector, ListReply, timeout=MANY_TIMEOUT / 6, below=below)
+        silent: Ids = []
+        asking = self._wire.until_all("list", selector, ListReply, timeout=MANY_TIMEOUT / 6, patience=MANY_TIMEOUT * 2, below=below)
+        async for replies, silent in asking:
             found |= {info.id: (info.project, _turn(info)) for reply in replies for info in reply.sandboxes}
             if any(reply.more for reply in replies):
                 found |= {info.id: (info.project, _turn(info)) for info in await self.list(selector.labels, ids=selector.ids, below=below)}
             if not silent:
                 return found
-            if asyncio.get_running_loop().time() > end:
-                break
-            await asyncio.sleep(0.2)
         if not found:
             raise Unavailable(f"nodes do not answer: {', '.join(silent[:5])}", reason="silent", fix="see `dsec node ls`")
         self._wire.log.warning("client.nodes_silent", nodes=silent, verb="list")

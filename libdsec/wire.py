@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any, Protocol, TypeVar
 
 import structlog
@@ -35,6 +35,7 @@ SILENCE = 10.0  # seconds that a request whose own time is longer still waits fo
 FIRST_PAUSE, LONGEST_PAUSE = 0.05, 1.0
 LATE_MS = 3_000  # a node beats once a second
 AGAIN = 1.0  # seconds after which nodes that have not answered are asked once more: they may have been away for a moment
+AGAIN_ALL = 0.2  # seconds between two questions to all of them
 SOON = 0.3  # seconds after which a request without an answer looks whether its Edge is still the one that was asked
 
 
@@ -280,6 +281,19 @@ class Wire:
         if errors and not heard:
             raise errors[0]
         return list(heard.values()), sorted((known or set()) - heard.keys())
+
+    async def until_all(
+        self, verb: str, message: Any, type_: type[E], *, timeout: float, patience: float, below: bool = False
+    ) -> AsyncIterator[tuple[list[E], list[str]]]:
+        """`everyone`, asked again while a node stays silent, for ``patience`` seconds: it may be restarting."""
+        loop = asyncio.get_running_loop()
+        end = loop.time() + patience
+        while True:
+            replies, silent = await self.everyone(verb, message, type_, timeout=timeout, below=below)
+            yield replies, silent
+            if not silent or loop.time() > end:
+                return
+            await asyncio.sleep(AGAIN_ALL)
 
 
 def is_silence(error: DsecError) -> bool:
