@@ -18,6 +18,7 @@ from typing import Annotated, Any, get_type_hints
 import msgspec
 from msgspec import Meta
 
+from dsec import syscalls
 from dsec.errors import InvalidRequest, Unsupported
 from dsec.model import GIB
 
@@ -203,6 +204,13 @@ class Config(Room, frozen=True):
     log: LogConfig = LogConfig()
 
 
+def check_features(environ: Mapping[str, str]) -> None:
+    """Raises `InvalidRequest` where ``DSEC_DISABLE`` names what is no feature: what it was meant to hide would stay in use."""
+    if unknown := syscalls.not_features(environ.get("DSEC_DISABLE", "")):
+        fix = f"use {', '.join(sorted(syscalls.FEATURES))}"
+        raise InvalidRequest("names no feature that can be hidden", field="DSEC_DISABLE", value=", ".join(unknown), fix=fix)
+
+
 def check_root(config: EdgeConfig) -> None:
     """Raises `Unsupported` where this process may not make containers; what the fake backend makes needs no root."""
     if "container" in config.backends and os.geteuid() != 0:
@@ -245,6 +253,7 @@ def parse(data: Mapping[str, Any], environ: Mapping[str, str] | None = None) -> 
     """The configuration in ``data`` (tables by room) with overrides from ``environ``; errors as in `load`."""
     known = rooms()
     merged: dict[str, Any] = {}
+    check_features(environ or {})
     for room, table in data.items():
         _known(room, known, "")
         if not isinstance(table, dict):

@@ -20,6 +20,16 @@ import signal
 import struct
 from collections.abc import Sequence
 
+# What DSEC_DISABLE may hide: what the doctor looks at, and some that it does not.
+FEATURES = frozenset(
+    """
+    kernel root sys_resource cgroup cgroup2 freezer memory_reclaim cpu_idle swap erofs_file erofs_loop mkfs_erofs mkfs_erofs_1_8
+    overlay_fd userns idmap fanotify fuse on_demand disk_limit mmdebstrap native oci crun runc guest docker criu kvm qemu nats_server
+    seccomp landlock bpf nft network ipv6 bpf_lsm apparmor core_sched pid_max nofile inotify ptys neighbours conntrack
+    btrfs directio erofs_utils hand quota upper_idmap zram
+    """.split()  # noqa: SIM905 - words are easier to read than fifty lines
+)
+
 AT_FDCWD = -100
 AT_EMPTY_PATH = 0x1000
 AT_RECURSIVE = 0x8000
@@ -143,11 +153,17 @@ class _OpenHow(ctypes.Structure):
 
 
 def disabled(name: str) -> bool:
-    """True when ``DSEC_DISABLE`` (comma separated) names this feature: the kernel is to be treated as if it lacked it.
+    """True when ``DSEC_DISABLE`` (comma separated) names this feature: the kernel is to be treated as if it lacked it."""
+    return name in _hidden(os.environ.get("DSEC_DISABLE", ""))
 
-    Names in use: erofs_file, erofs_loop, mkfs_erofs, erofs_utils, directio, fanotify, fuse, hand, overlay_fd, userns.
-    """
-    return name in os.environ.get("DSEC_DISABLE", "").replace(" ", "").split(",")
+
+def _hidden(text: str) -> list[str]:
+    return text.replace(" ", "").split(",")
+
+
+def not_features(text: str) -> list[str]:
+    """Those names in a value of ``DSEC_DISABLE`` that hide nothing, for they are not in `FEATURES`."""
+    return [name for name in _hidden(text) if name and name not in FEATURES]
 
 
 def oserror(call: str, subject: str | bytes | None = None) -> OSError:

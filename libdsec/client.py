@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self, Unpack
 from dsec.bus.messages import ClusterView, EdgeInfo, Event, Lease
 from dsec.bus.subjects import OF_JOB, Caller, inbox
 from dsec.bus.transport import Msg, Subscription
-from dsec.errors import DsecError, InvalidRequest, Unavailable
+from dsec.errors import Denied, DsecError, InvalidRequest, Unavailable
 from dsec.model import Checkpoint, SandboxId, SandboxSpec, State, check_project, new_ulid
 from libdsec import names
 from libdsec.burst import Burst, Gathering, create_one
@@ -339,6 +339,9 @@ class Client(Many, Named):
         """
         from dsec.bus.events import EventReader
 
+        if OF_JOB in self._wire.caller.principal:
+            fix = "watch your sandboxes: sandbox.wait(), client.list(labels)"
+            raise Denied("a job hears no events: their stream is the whole cluster's", reason="job", fix=fix)
         chosen = labels_map(labels)
         reader = EventReader(self._wire.bus, labels=chosen, kinds=kinds, sandboxes=ids, project=self.project, since=since, follow=follow)
         async with reader:

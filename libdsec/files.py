@@ -231,7 +231,7 @@ class Files(Named):
     async def _lstat(self, path: str) -> Stat:
         reply = await self._ask(FileRequest(verb="stat", path=path, user=self._user))
         if reply.stat is None:
-            raise NotFound("no such file", field="path", value=path, sandbox=self._sandbox.id)
+            raise NotFound("no such file", field="path", value=path, sandbox=self._sandbox.id, fix="see what is there: files.list(…)")
         return reply.stat
 
     async def _resolve(self, path: str) -> tuple[str, Stat]:
@@ -422,7 +422,8 @@ def _local_stat(path: Path) -> os.stat_result:
     try:
         return path.stat()
     except FileNotFoundError as error:
-        raise NotFound("no such local file", field="source", value=str(path)) from error
+        fix = f"it is looked for on this machine, from {os.getcwd()}" if not path.is_absolute() else "it is looked for on this machine"
+        raise NotFound("no such local file", field="source", value=str(path), fix=fix) from error
 
 
 def _fresh_file(path: Path) -> io.FileIO:

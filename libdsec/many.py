@@ -195,7 +195,7 @@ class Many:
         try:
             info = (await self._request(SandboxId.parse(sandbox_id), "info", Empty(), InfoReply, timeout=5.0, repeat=False)).info
         except (Unavailable, DeadlineExceeded):
-            error = NotFound("no such sandbox, or its node is away", sandbox=sandbox_id)
+            error = NotFound("no such sandbox, or its node is away", sandbox=sandbox_id, fix="see `dsec ls --all` and `dsec node ls`")
         except DsecError as problem:
             error = problem
         else:

@@ -17,6 +17,7 @@ import msgspec
 from dsec.actors.placement import Requirement, Unplaced
 from dsec.bus.messages import CreateItem, Failed, LaunchItem, Lease, Refusal
 from dsec.errors import Busy, DeadlineExceeded, DsecError, ErrorBody, InvalidRequest, NodeError, Unavailable, Unsupported
+from dsec.model import GIB
 
 ITEM_BYTES = 24  # one LaunchItem as msgpack, at most
 ITEMS_AT_ONCE = 2_000  # in one message: were all refused, their errors must fit one answer
@@ -234,7 +235,12 @@ def refusal_error(refused_by: str, final: bool, spec: msgspec.Raw | None = None)
         return Unsupported(message, field=field, value=asked(spec, field), reason=refused_by, fix="see `dsec node ls --json`")
     if final:
         field, fix = f"resources.{refused_by}", "ask for less; `dsec node ls` shows what there is"
-        return InvalidRequest("more than any node has", field=field, value=asked(spec, field), reason=refused_by, fix=fix)
+        value, words = asked(spec, field), refused_by
+        if refused_by in ("memory", "disk") and value:
+            words = f"{int(value) / GIB:.9g} GiB of {refused_by}"
+        if refused_by == "memory":
+            fix += ". Where writable layers are in memory, the disk limit counts too"
+        return InvalidRequest(f"{words} is more than any node has, were it empty", field=field, value=value, reason=refused_by, fix=fix)
     if refused_by == "checkpoint":
         return Unavailable("the node that keeps the checkpoint is away", reason="checkpoint", fix="see `dsec node ls`")
     return Busy(f"no node has room now: {refused_by}", reason=refused_by, fix="wait, ask for less or add nodes")

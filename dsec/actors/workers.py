@@ -69,7 +69,8 @@ def _seed(path: str) -> str:
     try:
         return Path(path).expanduser().read_text(encoding="ascii")
     except (OSError, UnicodeDecodeError) as error:
-        raise InvalidRequest(f"cannot read the signing key: {error}", field="bus.signing_key", value=path) from error
+        fix = "name a file with the account's signing seed that this Edge may read"
+        raise InvalidRequest(f"cannot read the signing key: {error}", field="bus.signing_key", value=path, fix=fix) from error
 
 
 class Workers:
@@ -97,7 +98,8 @@ class Workers:
         able = self.edge.host.planner(spec).backend.capabilities
         if not able.worker:
             missing = able.missing.get("worker", "it opens no way to the bus")
-            raise Unsupported(f"this backend has no workers: {missing}", field="worker", value=able.name, reason="worker")
+            fix = "use a backend with workers: container or docker"
+            raise Unsupported(f"this backend has no workers: {missing}", field="worker", value=able.name, reason="worker", fix=fix)
         made_in = spec.worker.project or project
         check_project(made_in)
         if made_in != project and not made_in.startswith(f"{project}/"):
@@ -389,5 +391,5 @@ class Line:
                     give = functools.partial(self._way.link.input, self._op, self._told, data[len(data) - (end - self._told) :])
                     taken = await self._way.patiently(give)
                     if taken < self._told:
-                        raise Conflict("the agent has lost count of what it took", sandbox=self._way.sandbox.id)
+                        raise Conflict("the agent has lost count of what it took", sandbox=self._way.sandbox.id, fix="connect again")
                     self._told = taken

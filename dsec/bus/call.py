@@ -55,7 +55,8 @@ def read_reply(msg: Msg, reply_type: type[T]) -> T:
     """The answer's message; raises the peer's error, or `InvalidRequest` for an answer that is not of ``reply_type``."""
     raise_error(msg)
     if msg.status == "503" and not msg.data:
-        raise Unavailable("nobody serves this subject", field="subject", value=msg.subject, reason="no_responders")
+        fix = "see that the cluster runs: `dsec node ls`, `dsec bus ls`"
+        raise Unavailable("nobody serves this subject", field="subject", value=msg.subject, reason="no_responders", fix=fix)
     return codec.decode(msg.data, reply_type)
 
 
@@ -110,7 +111,8 @@ async def call(
     while True:
         left = end - loop.time()
         if left <= 0:
-            raise DeadlineExceeded(f"no answer within {timeout:.3f} s", field="subject", value=subject)
+            fix = "it may have happened: look before it is asked for anew"
+            raise DeadlineExceeded(f"no answer within {timeout:.3f} s", field="subject", value=subject, fix=fix)
         wait = left if attempt_timeout is None or attempt >= retries else min(left, attempt_timeout)
         sent = request_headers(request_id=request_id, timeout=left, traceparent=traceparent, extra=headers)
         try:

@@ -96,8 +96,15 @@ def _narrow(grant: Grant, spec: SandboxSpec, field: str) -> SandboxSpec:
     if (worker := spec.worker) is not None:
         wider = sorted(set(worker.networks) - set(limits.networks))
         if wider:
-            raise Denied("a worker's worker has no more than it", field=f"{field}.worker.networks", value=wider, reason="job")
+            raise Denied(
+                "a worker's worker has no more than it",
+                field=f"{field}.worker.networks",
+                value=wider,
+                reason="job",
+                fix=f"use {' or '.join(limits.networks)}",
+            )
         if grant.principal.count(subjects.OF_JOB) >= DEEPEST:
-            raise Denied(f"workers of workers go {DEEPEST} deep", field=f"{field}.worker", reason="job")
+            fix = "make it from a worker further up"
+            raise Denied(f"workers of workers go {DEEPEST} deep", field=f"{field}.worker", reason="job", fix=fix)
     ends_with = grant.worker if limits.on_end == "stop" else ""
     return msgspec.structs.replace(spec, ends_with=ends_with, labels={**grant.labels, **spec.labels, LABEL: grant.worker})

@@ -91,7 +91,9 @@ async def _download(settings: Settings, sandbox: Sandbox, files: Files, patterns
     for pattern in patterns:
         found = await files.glob(pattern) if any(sign in pattern for sign in "*?[") else [pattern]
         if not found:
-            raise NotFound("nothing matches", field="path", value=pattern, sandbox=sandbox.id)
+            raise NotFound(
+                "nothing matches", field="path", value=pattern, sandbox=sandbox.id, fix="see what is there: `dsec exec ID -- ls`"
+            )
         paths += found
     if local == "-":
         return await _stdout(files.download_tar(*paths))

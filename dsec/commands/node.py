@@ -103,8 +103,9 @@ def serve_command(settings: Settings, actor: str, config: str | None) -> int:
 @common
 def doctor_command(settings: Settings) -> int:
     """What this machine can do, what it lacks and what that costs. Exit code 1 where no node can run here."""
-    from dsec import doctor
+    from dsec import config, doctor
 
+    config.check_features(os.environ)
     report = doctor.diagnose()
     click.echo(report.json() if settings.json else report.table())
     return 0 if all(report.get(name).status != "missing" for name in ("root", "cgroup", "oci", "seccomp")) else 1

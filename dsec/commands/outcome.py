@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 
 FAILED, USAGE, NOT_FOUND, BUSY, OWN, CANNOT, NO_COMMAND, INTERRUPTED = 1, 2, 3, 4, 125, 126, 127, 130
@@ -43,10 +44,12 @@ def report(error: BaseException, arguments: list[str]) -> int:
         return code_of(error)
     if isinstance(error, OSError):
         message = f"{error.filename}: {error.strerror}" if error.filename else str(error)
+        missing = isinstance(error, FileNotFoundError)
+        fix = f"it is looked for on this machine, from {os.getcwd()}" if missing else ""
         if _wants_json(arguments):
-            _emit({"code": "error", "message": message, "retryable": False})
-        _print(message)
-        return NOT_FOUND if isinstance(error, FileNotFoundError) else FAILED
+            _emit({"code": "not_found" if missing else "error", "message": message, "fix": fix, "retryable": False})
+        _print(f"{message} ({fix})" if fix else message)
+        return NOT_FOUND if missing else FAILED
     raise error
 
 

@@ -155,7 +155,7 @@ async def test_another_jobs_sandbox_is_not_there(dsec: Client, inside: Client, f
         checkpoint = await theirs.checkpoint()
         with pytest.raises(NotFound):
             await inside.restore(checkpoint)
-        with pytest.raises(Denied):
+        with pytest.raises(Denied, match="a job hears no events"):
             async for _ in inside.events(since="all", follow=False):
                 pass
         mine = await inside.create("image", **FAKE)

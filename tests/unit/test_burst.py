@@ -135,6 +135,7 @@ def test_a_final_refusal_names_what_was_asked() -> None:
     ):
         error = burst.refusal_error(name, True, raw(spec))
         assert (error.field, error.value, bool(error.fix)) == (field, value, True)
+    assert "32768 GiB of memory" in burst.refusal_error("memory", True, raw(spec)).message
 
 
 def test_the_same_request_has_the_same_hash() -> None:

@@ -132,11 +132,12 @@ def test_a_group_without_a_command_shows_its_help(arguments: tuple[str, ...]) ->
     assert len(lines) > 8
 
 
-def test_a_file_that_is_not_there_is_not_found() -> None:
+def test_a_file_that_is_not_there_is_not_found(capsys: pytest.CaptureFixture[str]) -> None:
     """What cannot be decoded is said to be neither a file nor digits; an event kind that nobody knows is told."""
     done = dsec("decode", "/nonexistent")
     assert (done.returncode, b"neither a file nor" in done.stderr) == (2, True)
     assert outcome.report(FileNotFoundError(2, "No such file or directory", "x"), []) == 3
+    assert f"x: No such file or directory (it is looked for on this machine, from {os.getcwd()})" in capsys.readouterr().err
     assert b"no such kind of event" in dsec("--url", "nats://127.0.0.1:1", "events", "--kind", "start").stderr
 
 

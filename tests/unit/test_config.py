@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import re
 import tomllib
 from pathlib import Path
 
 import pytest
 
-from dsec import config
+from dsec import config, doctor, syscalls
 from dsec.errors import InvalidRequest, Unsupported
 
 ROOT = Path(__file__).parents[2]
@@ -70,7 +71,7 @@ def test_the_environment_overrides() -> None:
         "DSEC_EDGE__SLOTS": "7",
         "DSEC_EDGE__BACKENDS": "fake,container",
         "DSEC_EDGE__NAME": "12",
-        "DSEC_DISABLE": "tcx",
+        "DSEC_DISABLE": "ipv6, fuse",
         "PATH": "/bin",
     }
     got = config.parse({"edge": {"slots": 3}}, env)
@@ -105,3 +106,18 @@ def test_containers_need_root(monkeypatch: pytest.MonkeyPatch) -> None:
     config.check_root(config.EdgeConfig(backends=("fake",)))
     monkeypatch.setattr("os.geteuid", lambda: 0)
     config.check_root(config.EdgeConfig())
+
+
+def test_a_feature_that_does_not_exist_cannot_be_hidden() -> None:
+    """A misspelt DSEC_DISABLE would leave on what it was meant to hide: it is an error that names those that there are."""
+    with pytest.raises(InvalidRequest) as caught:
+        config.parse({}, {"DSEC_DISABLE": "userns,fanotfy"})
+    assert (caught.value.field, caught.value.value) == ("DSEC_DISABLE", "fanotfy")
+    assert "fanotify" in caught.value.fix
+
+
+def test_every_feature_that_is_asked_for_can_be_hidden() -> None:
+    """The list is that of the doctor and of what the code asks `syscalls.disabled` about."""
+    code = "".join(path.read_text() for path in Path(config.__file__).parent.rglob("*.py"))
+    asked = set(re.findall(r'disabled\("(\w+)"\)', code)) | {"quota", "btrfs"}
+    assert set(doctor.names()) | asked == syscalls.FEATURES
