@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+import pytest_asyncio
 
 import libdsec
 from dsec.actors.up import Cluster
-from dsec.model import SandboxId
+from dsec.bus import subjects
+from dsec.bus.messages import EdgeInfo, Empty, EndsWith
+from dsec.bus.server import NatsServer
+from dsec.bus.subjects import Caller
+from dsec.model import SandboxId, State
+from tests.integration.actors_box import SPEC, Box, but
 from tests.integration.client_box import FAKE, eventually
 
 
@@ -77,3 +84,50 @@ async def _bound(dsec: libdsec.Client, host: libdsec.Sandbox) -> list[libdsec.Sa
             break
     assert {sandbox._id.edge for sandbox in made} == {"n1", "n2"}
     return made
+
+
+@pytest_asyncio.fixture
+async def box(nats_server: NatsServer) -> AsyncIterator[Box]:
+    made = Box(nats_server.url, nats_server.dir.parent)
+    try:
+        await made.edge(sweep_ms=3_600_000)
+        await made.scheduler()
+        yield made
+    finally:
+        await made.close()
+
+
+async def test_only_its_owner_ends_a_job(box: Box) -> None:
+    """Another principal who says that a worker has ended is not believed."""
+    edge, bus = box.edges["n1"], await box.bus()
+    async with box.client() as dsec:
+        host = await dsec.create(SPEC)
+        bound = await dsec.create(but(ends_with=host.id))
+        sandbox = edge.sandboxes[bound._id.ulid]
+        for principal, state in (("eve", State.RUNNING), ("local", State.STOPPED)):
+            subject = subjects.everyone("main", "ended", Caller(principal, "default"))
+            await bus.call(subject, EndsWith(worker=host.id), Empty, timeout=30)
+            await bus.call(subjects.edge("main", "n1", "info"), Empty(), EdgeInfo, timeout=30)
+            if state is State.STOPPED:
+                await bound.wait(30)
+            assert sandbox.state is state
+
+
+async def test_who_was_away_does_not_count_as_silent(box: Box, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That another Edge does not answer says something only where we are on the bus ourselves."""
+    edge = box.edges["n1"]
+    away = "n2-" + "0" * 26
+    monkeypatch.setattr("dsec.actors.workers.Workers._is_lost", _no)
+    await edge.workers._ask_one("n2", [away])
+    assert list(edge.workers._silent) == ["n2"]
+    with monkeypatch.context() as off:
+        off.setattr(type(edge.bus), "connected", property(lambda _: False))
+        await edge.workers._ask_one("n2", [away])
+    assert not edge.workers._silent
+    await edge.workers._ask_one("n2", [away])
+    await edge.workers._ask()  # nothing here is bound to one of its sandboxes
+    assert not edge.workers._silent
+
+
+async def _no(*_: object) -> bool:
+    return False

@@ -5,10 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 
+import pytest
 import pytest_asyncio
 
+from dsec.backends.base import PackOrder
 from dsec.bus.messages import Event
 from dsec.bus.server import NatsServer
+from dsec.errors import NodeError
+from dsec.model import new_ulid
 from tests.integration.actors_box import SPEC, Box, Feed, eventually
 
 
@@ -84,3 +88,25 @@ async def test_one_that_is_given_up_while_it_is_recorded_is_told_in_order(box: B
         kinds = [kind for kind, _, _ in sorted(told(box, sandbox), key=lambda each: each[2])]
         assert kinds[0] == "created"
         assert kinds.count("stopped") <= 1
+
+
+async def test_what_could_not_be_written_is_not_told(box: Box, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A capture whose record the disk refuses has not happened: no event says so, and none waits for it to be told."""
+    async with box.client() as dsec:
+        edge = box.edges["n1"]
+        sb = await dsec.create(SPEC)
+        sandbox = edge.sandboxes[sb._id.ulid]
+        await eventually(lambda: len(told(box, sb.id)) == 2)
+
+        async def full(*_: object) -> None:
+            raise NodeError("the disk is full")
+
+        with monkeypatch.context() as broken:
+            broken.setattr(edge.store, "update", full)
+            with pytest.raises(NodeError, match="the disk is full"):
+                await sandbox.pack_diff(new_ulid(), PackOrder(name="packed/x"))
+        assert sandbox.telling is None
+        await eventually(lambda: not edge.outbox._open)
+        await sb.stop()
+        await eventually(lambda: [kind for kind, _, _ in told(box, sb.id)][-1] == "stopped")
+        assert "packed" not in [kind for kind, _, _ in told(box, sb.id)]
