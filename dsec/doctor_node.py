@@ -171,10 +171,3 @@ _table(
     "many connections of open sandboxes fill the table",
     "net.netfilter.nf_conntrack_max",
 )
-_table(
-    "watermarks",
-    "/proc/sys/vm/watermark_scale_factor",
-    500,
-    "where files fill the memory of a node with thousands of sandboxes, launches wait until small parts of it are taken back",
-    "vm.watermark_scale_factor",
-)
