@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import libdsec
 from dsec import syscalls, trees
 from dsec.actors.up import Cluster
-from dsec.backends.guest.build import compile_files, native_arch
+from dsec.backends.guest.build import FLAGS, compile_files, native_arch
 from dsec.bus import subjects
 from dsec.bus.bus import Bus
 from dsec.bus.messages import Heartbeat
@@ -168,7 +168,7 @@ async def program(options: Namespace, name: str) -> bytes:
     out, source = Path(options.cache) / f"{name}-{native_arch()}", Path(__file__).with_name(f"{name}.c")
     if not out.exists() or out.stat().st_mtime < source.stat().st_mtime:
         out.parent.mkdir(parents=True, exist_ok=True)
-        await asyncio.to_thread(compile_files, native_arch(), out, [source], ())
+        await asyncio.to_thread(compile_files, native_arch(), out, [source], FLAGS)
     return await asyncio.to_thread(out.read_bytes)
 
 

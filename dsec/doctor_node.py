@@ -88,7 +88,7 @@ def _freezer() -> Answer:
     return ("ok", f"v1 at {mounts['freezer']}") if "freezer" in mounts else ("missing", "no freezer")
 
 
-@rules.check("memory_reclaim", "memory of a paused sandbox is sent to swap process by process, and what a tmpfs holds by force_empty")
+@rules.check("memory_reclaim", "memory of a paused sandbox is sent to swap process by process, and what none maps by a limit below it")
 def _memory_reclaim() -> Answer:
     mounts = probes.cgroup_mounts()
     if "memory" in probes.v2_controllers(mounts):
@@ -96,8 +96,10 @@ def _memory_reclaim() -> Answer:
         if any(root.glob("memory.reclaim")) or any(root.glob("*/memory.reclaim")):
             return "ok", "memory.reclaim"
         return "fallback", "v2 without memory.reclaim (it came with 5.19)"
+    if "memory" in mounts and Path(mounts["memory"], "memory.memsw.limit_in_bytes").exists():
+        return "fallback", "v1: MADV_PAGEOUT and memory.limit_in_bytes"
     if "memory" in mounts and Path(mounts["memory"], "memory.force_empty").exists():
-        return "fallback", "v1: MADV_PAGEOUT and memory.force_empty"
+        return "fallback", "v1: MADV_PAGEOUT and memory.force_empty (swap is not counted)"
     return "fallback", "MADV_PAGEOUT"
 
 

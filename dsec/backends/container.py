@@ -129,7 +129,7 @@ class ContainerBackend:
             # Nothing half-made: the holder ends by itself, and groups that hold no sandbox of an earlier Edge are removed.
             self._closed = True
             self._holder.close()
-            await self.pauser.close()
+            await self.pauser.undo()
             await asyncio.shield(asyncio.to_thread(self._cgroups.close))
             raise
 

@@ -128,7 +128,7 @@ class ContainerInstance:
         self._gone.add_done_callback(functools.partial(_tell, call))
 
     async def pause(self, reclaim: bool = True, /) -> Paused:
-        return await self._backend.pauser.pause(self.plan.ulid, reclaim)
+        return await self._backend.pauser.pause(self.plan.ulid, self.pid, reclaim)
 
     async def resume(self) -> None:
         await self._backend.pauser.resume(self.plan.ulid, self.pid)

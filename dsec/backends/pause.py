@@ -59,6 +59,12 @@ class Pauser:
         for pool in (self._freezers, self._pausers, self._pagers, self._fetchers):
             pool.shutdown(wait=False, cancel_futures=True)
 
+    async def undo(self) -> None:
+        """The node does not start: let go, and remove the swap that this start made. What was taken up stays for those that live on."""
+        await self.close()
+        if self.swap.made:
+            await self.give_back()
+
     async def give_back(self) -> None:
         """Remove the swap that was made here. Only when no sandbox lives."""
         try:
@@ -66,7 +72,7 @@ class Pauser:
         except NodeError as error:
             log.error("pause.swap_stays", error=str(error))
 
-    async def pause(self, ulid: str, reclaim: bool) -> Paused:
+    async def pause(self, ulid: str, init: int, reclaim: bool) -> Paused:
         """See `Instance.pause`."""
         self._awake.pop(ulid, None)
         began = time.perf_counter()
@@ -76,7 +82,7 @@ class Pauser:
         freeze_ms = round((frozen - began) * 1e3, 2)
         if not self.swap.active or not reclaim:
             return Paused(freeze_ms=freeze_ms, note=self.swap.missing)
-        work = asyncio.ensure_future(self._in(self._pausers, self._page_out, ulid))
+        work = asyncio.ensure_future(self._in(self._pausers, self._page_out, ulid, init))
         try:
             paused = await asyncio.shield(work)
         except asyncio.CancelledError:
@@ -108,16 +114,18 @@ class Pauser:
 
     # ------------------------------------------------------------------ inside, in threads
     def _thaw(self, ulid: str, init: int) -> bool:
-        """The agent's pages, then all may run; whether some of it lies in swap. One piece of work: each change of threads takes time."""
+        """Its limit and the agent's pages, then all may run; whether some of it lies in swap. One piece of work: each change of threads
+        takes time."""
+        pages.unsqueeze(self._groups, ulid)
         swapped = self.swap.active and bool(pages.held(self._groups, ulid).swap)
         if swapped:
             pages.prefetch(self._groups, ulid, (init,), _always)
         self._groups.freeze(ulid, False)
         return swapped
 
-    def _page_out(self, ulid: str) -> tuple[int, int, str]:
+    def _page_out(self, ulid: str, init: int) -> tuple[int, int, str]:
         before = pages.held(self._groups, ulid)
-        pages.page_out(self._groups, ulid, self._together)
+        pages.page_out(self._groups, ulid, init, self._together)
         after = pages.held(self._groups, ulid)
         gone = max(0, after.swap - before.swap)
         released = max(0, before.total - after.total - round(gone * zram_share()))

@@ -1,7 +1,9 @@
 """Pages of a group of processes: out to swap while it stands still, in again before and behind its thaw.
 
 Out: on v2 `memory.reclaim`, with swap allowed for that moment only; on v1 `process_madvise(MADV_PAGEOUT)` by pidfd for what processes
-hold, which leaves cached files of shared layers alone, and `memory.force_empty` only for what a tmpfs holds, which no process maps.
+hold, the agent's few pages but for, so that it answers without a disk. What no process maps then (files of a tmpfs, and pages that are
+written to a disk and lie in the swap cache still) goes by a limit below it, for that moment: `memory.force_empty` would try 16 times more
+when nothing is left to take, and would drop the cached files of layers that all share.
 In: `MADV_WILLNEED`, a few MiB a call. (The paper's way is cgroup.freeze, memory.swap.max and memory.reclaim; and back by prefetching.)
 
 Blocking: call from threads. A range that went away meanwhile is no error.
@@ -21,18 +23,22 @@ from dsec.qos.cgroup import Cgroups
 
 VECTOR = 1024  # ranges a call (UIO_MAXIOV)
 PIECE = 16 << 20  # bytes of one call at most, so that several threads share a large process and a prefetch can be given up
-SMALL = 4 << 20  # bytes of a tmpfs for which a group's cached files are not given up
+SMALL = 1 << 20  # bytes that no process maps and that are left where they are
+SQUEEZES = 4  # attempts: each may find cached files before what it is meant for
+SWAPPINESS = "200"  # memory that can be swapped goes first
 GENTLE = 4 << 20  # bytes of one prefetching call
 Range = tuple[int, int]  # address, bytes
 
 
 class Held(msgspec.Struct, frozen=True, kw_only=True):
-    """What a group holds, in bytes: all of its memory, anonymous memory, files of tmpfs and shared memory, what lies in swap."""
+    """What a group holds, in bytes: all of its memory, anonymous memory, files of tmpfs and shared memory, what lies in swap,
+    and what of that is in memory too (written, or being written)."""
 
     total: int = 0
     anon: int = 0
     shmem: int = 0
     swap: int = 0
+    cached: int = 0
 
 
 def held(groups: Cgroups, name: str) -> Held:
@@ -46,26 +52,64 @@ def held(groups: Cgroups, name: str) -> Held:
             stat[key] = int(value)
         total = int(_read(groups, name, "memory.current" if v2 else "memory.usage_in_bytes"))
         swap = int(_read(groups, name, "memory.swap.current")) if v2 else stat.get("swap", 0)
-    return Held(total=total, anon=stat.get("anon" if v2 else "rss", 0), shmem=stat.get("shmem", 0), swap=swap)
+    anon = stat.get("anon" if v2 else "rss", 0)
+    return Held(total=total, anon=anon, shmem=stat.get("shmem", 0), swap=swap, cached=stat.get("swapcached", 0))
 
 
-def page_out(groups: Cgroups, name: str, run: Callable[[list[Callable[[], None]]], None]) -> None:
-    """Send the anonymous memory and the tmpfs files of a frozen group to swap, as far as there is room. ``run`` carries out several
-    pieces of work, at one time if it can. Raises `OSError` of the control files."""
+def page_out(groups: Cgroups, name: str, agent: int, run: Callable[[list[Callable[[], None]]], None]) -> None:
+    """Send the anonymous memory and the tmpfs files of a frozen group to swap, as far as there is room; on v1 without what runs the program
+    of the process ``agent``. ``run`` carries out several pieces of work, at one time if it can. Raises `OSError` of the control files."""
     if groups.version == 2:
         with _swap_allowed(groups, name):
             if not _reclaim(groups, name):
-                _advise_all(groups, name, run)
+                _advise_all(groups, name, agent, run)
         return
-    _advise_all(groups, name, run)
-    if held(groups, name).shmem >= SMALL:
-        with contextlib.suppress(InterruptedError):
+    _advise_all(groups, name, agent, run)
+    _squeeze(groups, name)
+
+
+def _squeeze(groups: Cgroups, name: str) -> None:
+    """Have what no process maps taken (v1): a limit that the group keeps only without it. The kernel leaves the limit as it was when it
+    cannot be kept, and when the writer is killed meanwhile."""
+    if not _limit(groups, name):  # nothing would tell the limit to who comes after a death
+        if held(groups, name).shmem >= SMALL:
             _write(groups, name, "memory.force_empty", "0")
+        return
+    for _ in range(SQUEEZES):
+        now = held(groups, name)
+        if now.shmem + now.cached < SMALL:
+            return
+        order = _read(groups, name, "memory.swappiness")
+        try:
+            with contextlib.suppress(OSError):  # Linux < 5.8: 100 at most
+                _write(groups, name, "memory.swappiness", SWAPPINESS)
+            _write(groups, name, "memory.limit_in_bytes", str(max(0, now.total - now.shmem - now.cached)))
+        except OSError as error:
+            if error.errno != errno.EBUSY:  # swap is full, or it is locked
+                raise
+            return
+        finally:
+            _write(groups, name, "memory.swappiness", order)
+            unsqueeze(groups, name)
 
 
-def _advise_all(groups: Cgroups, name: str, run: Callable[[list[Callable[[], None]]], None]) -> None:
+def unsqueeze(groups: Cgroups, name: str) -> None:
+    """Give a group its limit back, also when an Edge died between two writes of `page_out`. Harmless when it has it, or is gone."""
+    if groups.version == 1 and (whole := _limit(groups, name)) and _read(groups, name, "memory.limit_in_bytes") != whole:
+        _write(groups, name, "memory.limit_in_bytes", whole)
+
+
+def _limit(groups: Cgroups, name: str) -> str:
+    """A v1 group's limit, from that for memory and swap, which is the same; "" where the kernel does not count swap."""
+    try:
+        return _read(groups, name, "memory.memsw.limit_in_bytes")
+    except FileNotFoundError:
+        return ""
+
+
+def _advise_all(groups: Cgroups, name: str, agent: int, run: Callable[[list[Callable[[], None]]], None]) -> None:
     work = []
-    for fd, ranges in _members(groups, name):
+    for fd, ranges in _members(groups, name, but=_program(agent)):
         pieces = [_advise(fd, chunk, syscalls.MADV_PAGEOUT) for chunk in chunks(ranges, PIECE)]
         work.append((fd, pieces))
     try:
@@ -152,8 +196,17 @@ def worthwhile(maps: str) -> list[Range]:
     return found
 
 
-def _members(groups: Cgroups, name: str, pids: Iterable[int] = ()) -> Iterator[tuple[int, list[Range]]]:
-    """A pidfd and the ranges of each process; the descriptor is the caller's to close."""
+def _program(pid: int) -> tuple[int, int]:
+    """What names the file that a process runs; zeros when it has ended."""
+    try:
+        found = os.stat(f"/proc/{pid}/exe")
+    except OSError:
+        return 0, 0
+    return found.st_dev, found.st_ino
+
+
+def _members(groups: Cgroups, name: str, pids: Iterable[int] = (), but: tuple[int, int] = (0, 0)) -> Iterator[tuple[int, list[Range]]]:
+    """A pidfd and the ranges of each process that does not run the program ``but``; the descriptor is the caller's to close."""
     group = f"/{groups.parent}/{name}\n"
     for pid in tuple(pids) or groups.pids(name):
         try:
@@ -164,7 +217,7 @@ def _members(groups: Cgroups, name: str, pids: Iterable[int] = ()) -> Iterator[t
             with open(f"/proc/{pid}/cgroup") as file:
                 ours = group in file.read()
             with open(f"/proc/{pid}/maps") as file:
-                ranges = worthwhile(file.read()) if ours else []
+                ranges = worthwhile(file.read()) if ours and (not but[1] or _program(pid) != but) else []
         except OSError:
             ranges = []
         if not ranges:

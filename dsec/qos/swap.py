@@ -104,6 +104,7 @@ class Swap:
         self.file = file or f"{state_dir}/swap"
         self.label = "dsec-" + hashlib.sha256(os.path.realpath(state_dir).encode()).hexdigest()[:10]
         self.path = ""  # what is swapped to, when it is ours
+        self.made = False  # by this `open`: nothing of an earlier Edge lies there
 
     def open(self) -> None:
         """Take up what an earlier Edge left, or make it. Raises `Unsupported` with the reason when it cannot be had."""
@@ -111,6 +112,7 @@ class Swap:
         if not self.path and self.kind in ("zram", "file"):
             try:
                 self.path = self._zram() if self.kind == "zram" else self._file()
+                self.made = True
             except OSError as error:
                 fix = f"use a file system of the node's own for {self.file}" if self.kind == "file" and error.errno == errno.EINVAL else ""
                 raise Unsupported(f"no swap: {error}", field="pause.swap", value=self.kind, reason="swap", fix=fix) from error

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import random
 import statistics
 from types import ModuleType
 
 import pytest
 
-from benchmarks import NAMES, harness
+from benchmarks import NAMES, harness, machine
 from benchmarks.__main__ import module, parser
 
 # The keys are a promise to whoever reads the figures by program.
@@ -140,3 +141,19 @@ async def test_a_peer_that_fails_is_left_out() -> None:
     assert "gone" in failed["peer"]
     with pytest.raises(RuntimeError, match="gone"):
         await harness.interleave(3, {"peer": peer})
+
+
+def test_free_pages_of_the_cores_own_lists_are_available() -> None:
+    """The kernel does not count them as MemAvailable, though any program that runs there gets them first."""
+    text = """Node 0, zone   Normal
+  pages free     4711
+        nr_free_pages 4711
+  pagesets
+    cpu: 0
+              count:    94
+              high:     1818
+    cpu: 1
+              count:    6
+              high:     1818
+"""
+    assert machine.free_by_core(text) == 100 * os.sysconf("SC_PAGE_SIZE")
