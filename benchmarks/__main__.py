@@ -6,6 +6,7 @@ import argparse
 import importlib
 import json
 import os
+import signal
 import sys
 from types import ModuleType
 
@@ -45,6 +46,8 @@ def main(arguments: list[str] | None = None) -> int:
     if os.geteuid() != 0:
         print("benchmarks start an Edge, which needs root", file=sys.stderr)
         return 2
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell has it ignored by what it runs in the background
+    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))  # what was made is undone then too
     found = module(options.name)
     result = harness.run(found.run(options))
     missing = [key for key in (*found.KEYS, "features", "driver") if key not in result]

@@ -7,6 +7,7 @@ import asyncio
 import logging
 import os
 import random
+import signal
 import sys
 import tempfile
 from pathlib import Path
@@ -73,5 +74,7 @@ def main() -> int:
 
 if __name__ == "__main__":
     os.environ.pop("DSEC_CONFIG", None)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell has it ignored by what it runs in the background
+    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))  # what was made is undone then too
     logging.getLogger().addHandler(logging.NullHandler())  # clients lose their connections all the time, and say so
     sys.exit(main())
