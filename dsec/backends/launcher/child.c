@@ -105,11 +105,11 @@ static void become_root(void) {
     if (syscall(SYS_setgroups, 0, 0) || syscall(SYS_setresgid, 0, 0, 0) || syscall(SYS_setresuid, 0, 0, 0)) fail("become root inside");
 }
 
-void raise_loopback(void) {
+int raise_loopback(void) {
     struct ifreq request = {.ifr_name = "lo", .ifr_flags = IFF_UP | IFF_RUNNING};
     int fd = socket(AF_INET, SOCK_DGRAM | SOCK_CLOEXEC, 0);
-    if (fd < 0 || ioctl(fd, SIOCSIFFLAGS, &request)) fail("raise the loopback interface");
-    close(fd);
+    if (fd < 0 || ioctl(fd, SIOCSIFFLAGS, &request)) return -1;
+    return close(fd);
 }
 
 /* Those that root inside governs: the nurse has made them, in the user namespace; without one they are made here. */
@@ -121,7 +121,7 @@ static void join_namespaces(const struct prepared *p) {
         if (setns(p->nurse, CLONE_NEWUSER | others)) fail("join the user namespace");
     } else {
         if (others && unshare(others)) fail("make the namespaces %#x", (unsigned)others);
-        if (others & CLONE_NEWNET) raise_loopback();
+        if (others & CLONE_NEWNET && raise_loopback()) fail("raise the loopback interface");
     }
     become_root();
     if (others & CLONE_NEWUTS && sethostname(p->order->hostname, strlen(p->order->hostname))) fail("set the host name");

@@ -137,7 +137,7 @@ bool parse_order(const uint8_t *data, size_t size, const char **env, struct orde
 
 /* --- child.c, confine.c */
 
-void raise_loopback(void); /* of the network namespace that this process is in */
+int raise_loopback(void); /* of the network namespace that this process is in; -1 and errno where it will not */
 
 struct prepared {
     const struct order *order;

@@ -22,7 +22,7 @@ static int loopback_main(void) {
     snprintf(path, sizeof path, "/proc/%d/ns/net", init ? atoi(init) : 0);
     int fd = open(path, O_RDONLY | O_CLOEXEC);
     if (fd < 0 || setns(fd, CLONE_NEWNET)) fail("enter %s", path);
-    raise_loopback();
+    if (raise_loopback()) fail("raise the loopback interface");
     return 0;
 }
 

@@ -22,13 +22,6 @@ int configure(int context, int command, const char *key, const void *value, int 
     return syscall(SYS_FSCONFIG, context, command, key, value, aux);
 }
 
-static void raise_own_loopback(void) {
-    struct ifreq request = {.ifr_name = "lo", .ifr_flags = IFF_UP | IFF_RUNNING};
-    int fd = socket(AF_INET, SOCK_DGRAM | SOCK_CLOEXEC, 0);
-    if (fd < 0 || ioctl(fd, SIOCSIFFLAGS, &request)) _exit(errno);
-    close(fd);
-}
-
 /* The life of a nurse: it makes the user namespace, lets its maps be written, then the others in it, and holds them. */
 __attribute__((noreturn)) static void nurse(int tell, int hear, uint32_t base, int others) {
     char go;
@@ -40,7 +33,7 @@ __attribute__((noreturn)) static void nurse(int tell, int hear, uint32_t base, i
     if (read(hear, &go, 1) != 1) _exit(0);
     if (others) {
         if (unshare(others)) _exit(errno);
-        if (others & CLONE_NEWNET) raise_own_loopback();
+        if (others & CLONE_NEWNET && raise_loopback()) _exit(errno);
         if (write(tell, "", 1) != 1) _exit(errno);
     }
     for (;;) pause();
