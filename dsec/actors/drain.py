@@ -74,6 +74,8 @@ class Drain:
                     self.mode, self._finished, self.trouble = mode, False, {}
                     self._begin()
             self._edge.beat()
+        if not self.done and self._work is not None and self._work.done():  # one that was on its way here has come
+            self._begin()
         if self._work is not None and not self.done:
             await asyncio.wait([self._work], timeout=wait)
 

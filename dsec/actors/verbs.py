@@ -527,7 +527,7 @@ class Verbs:
     async def drain(self, context: Context, request: DrainRequest) -> EdgeInfo:
         """Take no more; with mode "stop" or "pause" also see to those that are here. It goes on when the caller's time is up."""
         drain = self.edge.drain
-        await drain.order(request, _wait(context, 5_000))
+        await drain.order(request, _wait(context, 2_000))
         return msgspec.structs.replace(self._info(), trouble=tuple(drain.trouble.values()), drained=drain.done)
 
     def doubt(self, _context: Context, _request: Empty) -> Empty:

@@ -52,6 +52,7 @@ async def test_wait_until_the_last_has_ended(client: Client, cluster: Cluster, n
     code, said, progress = await drain(cluster, node, "--wait", "--timeout", "0.5")
     assert (code, said["error"]["code"]) == (4, "deadline")
     assert "2 running" in progress
+    assert (await drain(cluster, "nope"))[0] == 3
     await refused(client)
     assert (await boxes[0].exec("echo works")).stdout == b"works\n"
     waiting = asyncio.create_task(drain(cluster, node, "--wait"))
