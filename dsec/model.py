@@ -68,7 +68,8 @@ def check_project(path: str) -> str:
 
 class Qos(enum.StrEnum):
     """CPU class (paper, section on QoS). Latency-sensitive: cores by weight, ``cpus`` each. Best-effort: what the latency-sensitive ones of
-    its node leave (cpu.idle), shared evenly; against all else on the node a sandbox of either class weighs the same."""
+    its node leave, shared evenly, and those that compute now and then before those that always do (dsec/qos/hogs.py); against all else
+    on the node a sandbox of either class weighs the same."""
 
     LS = "ls"
     BE = "be"

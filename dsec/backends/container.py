@@ -26,6 +26,7 @@ from dsec.backends.base import Capabilities, LaunchPlan, Undone
 from dsec.backends.capture import forget_sockets
 from dsec.backends.driver import Driver, Place, Site
 from dsec.backends.drivers import make_driver, settle
+from dsec.backends.guest.connection import in_touch
 from dsec.backends.guest.link import Link
 from dsec.backends.holder_client import HolderClient
 from dsec.backends.instance import ContainerInstance, End, defaults
@@ -39,6 +40,7 @@ from dsec.config import NetworkConfig, PauseConfig
 from dsec.errors import DsecError, NodeError, Unavailable
 from dsec.model import Exit, ExitReason, Qos, Usage
 from dsec.qos.cgroup import Cgroups, Group, Limits, detect
+from dsec.qos.hogs import Hogs
 from dsec.security import seccomp
 
 log = structlog.get_logger("dsec.container")
@@ -104,6 +106,8 @@ class ContainerBackend:
         self._stock: Stock
         self.driver: Driver
         self.pauser: Pauser
+        self.hogs: Hogs
+        self._watching: asyncio.Task[None] | None = None
 
     # --- the node --------------------------------------------------------------------------------------------------
 
@@ -122,9 +126,13 @@ class ContainerBackend:
         await asyncio.to_thread(self._cgroups.open, opts.memory)
         self._stock = Stock(self._cgroups, self._instances.__len__, self._spawn)
         self.pauser = Pauser(self._cgroups, opts.pause, opts.state_dir)
+        loop = asyncio.get_running_loop()
+        self.hogs = Hogs(self._cgroups, lambda: list(self._instances), lambda: map(os.path.basename, in_touch(loop)), self._asked)
         try:
             await self.pauser.open()
             await self._equip(opts, root, userns, why)
+            if "cpuacct" in self._cgroups.hierarchy.roots:
+                self._watching = self._spawn(self.hogs.watch())
         except BaseException:
             # Nothing half-made: the holder ends by itself, and groups that hold no sandbox of an earlier Edge are removed.
             self._closed = True
@@ -132,6 +140,11 @@ class ContainerBackend:
             await self.pauser.undo()
             await asyncio.shield(asyncio.to_thread(self._cgroups.close))
             raise
+
+    def _asked(self, ulid: str) -> int | None:
+        """How many requests a sandbox had; None where its CPU weight stays, whatever it uses."""
+        instance = self._instances.get(ulid)
+        return instance.link.requests if instance is not None and instance.plan.qos is Qos.BE else None
 
     def _heir(self) -> list[str]:
         return orphans.command(self.kind, self.options)
@@ -232,6 +245,8 @@ class ContainerBackend:
 
     async def close(self) -> None:
         self._closed = True
+        if self._watching is not None:
+            self._watching.cancel()
         for instance in self._instances.values():
             await instance.link.close()
         self._stock.close()
@@ -332,7 +347,7 @@ class ContainerBackend:
     async def _place(self, plan: LaunchPlan, driver: Driver) -> Place:
         """Everything on disk and in cgroupfs that the launch needs, but for what the driver makes."""
         asked = plan.resources
-        limits = Limits(memory=memory_bytes(plan), cpus=asked.cpus, pids=asked.pids, idle=plan.qos is Qos.BE)
+        limits = Limits(memory=memory_bytes(plan), cpus=asked.cpus, pids=asked.pids, best_effort=plan.qos is Qos.BE)
         if not driver.makes_place:
             return await self._in(self._makers, self._make, plan, driver, limits)
         if plan.disk_mode != "tmpfs" or plan.wiring is not None:
@@ -495,7 +510,9 @@ class ContainerBackend:
             return None
         if plan.wiring is not None:
             await self.network.adopt(plan)
-        return self._instance(plan, pid, self._link(plan, pid))
+        instance = self._instance(plan, pid, self._link(plan, pid))
+        self.hogs.adopted(plan.ulid)
+        return instance
 
     async def last_exit(self, ulid: str) -> Exit | None:
         """How a sandbox ended that `adopt` found dead, where the holder saw it."""

@@ -5,8 +5,9 @@ Existing groups and mounts are left as they are; on v2 the controllers are switc
 way down, which is the only thing written outside our own groups.
 
 ``cpus`` is a hard cap (CFS bandwidth, as Docker's ``--cpus``) and also the weight among neighbours; memory has no swap beside it. A
-group that is ``idle`` has no weight: it runs when no other sandbox of its node wants the core (paper, QoS: LS and BE; measured on one
-core under four busy best-effort loops, a latency-sensitive task answers as if it were alone, with weights nine times later).
+best-effort group has a small weight, the same for all (paper, QoS: LS and BE), and none while `give_way` says so: then it runs when no
+other sandbox of its node wants the core (cpu.idle; measured on one core under eight busy loops of such groups, a latency-sensitive
+task that works for 4 ms answers as if it were alone, beside the small weight at times 3 ms later, beside equal weights 30).
 
 All functions touch the kernel's files and may sleep for a moment: call them in a thread.
 """
@@ -37,17 +38,19 @@ FREEZE_S = 5.0  # seconds for all processes of a group to stand still, on a node
 # child (vfork), about once in a thousand times on a busy node (measured); the group then stays FREEZING for ever.
 FREEZE_AGAIN = 0.1
 STANDING = ("__refrigerator", "do_freezer_trap")  # where a frozen process waits, by version
+LEAD = 4.0  # what a core of a latency-sensitive sandbox weighs; all are capped at 25 of them on v2, at 64 on v1
+BEST_EFFORT = 0.06  # of a core: little beside LEAD, much beside the groups that give way, which weigh 0.003 (WEIGHT_IDLEPRIO)
 SPARE = "spare-"  # begins the name of a group that waits for its sandbox (dsec/qos/spares.py)
 PID_RESERVE = 4096  # process ids that sandboxes never get, so that the node stays usable
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Limits of one group; 0 is no limit. Bytes, cores, processes; ``idle``: only CPU time that no other group here wants (cpu.idle)."""
+    """Limits of one group; 0 is no limit. Bytes, cores, processes; ``best_effort``: the small weight, whatever ``cpus``."""
 
     memory: int = 0
     cpus: float = 0.0
     pids: int = 0
-    idle: bool = False
+    best_effort: bool = False
 
 
 class GroupUsage(msgspec.Struct, frozen=True, kw_only=True):
@@ -124,9 +127,8 @@ def detect() -> Hierarchy:
     return parse(text, offered)
 
 
-def settings(version: int, limits: Limits, *, can_idle: bool = True) -> dict[str, list[tuple[str, str]]]:
-    """What is written where, in order, by controller (pure; `dsec inspect --plan` prints it). Where the kernel has no cpu.idle
-    (``can_idle``), an idle group gets the least weight there is. An idle group takes no weight (EINVAL), so it is written none."""
+def settings(version: int, limits: Limits) -> dict[str, list[tuple[str, str]]]:
+    """What is written where, in order, by controller (pure; `dsec inspect --plan` prints it)."""
     writes: dict[str, list[tuple[str, str]]] = {"memory": [], "cpu": [], "pids": []}
     if limits.memory:
         size = str(limits.memory)
@@ -140,15 +142,27 @@ def settings(version: int, limits: Limits, *, can_idle: bool = True) -> dict[str
             writes["cpu"].append(("cpu.max", f"{quota} {PERIOD_US}"))
         else:
             writes["cpu"].append((QUOTA, quota))  # the period is the kernel's own; each write walks all groups of the node
-    if limits.idle and can_idle:
-        writes["cpu"].append(("cpu.idle", "1"))
-    elif limits.idle or limits.cpus:
-        file, unit, least, most = ("cpu.weight", 100, 1, 10_000) if version == 2 else ("cpu.shares", 1024, 2, 262_144)
-        share = least if limits.idle else min(most, max(least, round(limits.cpus * unit)))
-        writes["cpu"] += [("cpu.idle", "0")] * can_idle + [(file, str(share))]
+    if limits.best_effort:
+        writes["cpu"].append(weight(version, BEST_EFFORT))
+    elif limits.cpus:
+        writes["cpu"].append(weight(version, LEAD * limits.cpus))
     if limits.pids:
         writes["pids"].append(("pids.max", str(limits.pids)))
     return writes
+
+
+def weight(version: int, cores: float) -> tuple[str, str]:
+    """The file and the value that weigh as so many cores do among processes of no group (pure)."""
+    file, unit, least, most = ("cpu.weight", 100, 1, 10_000) if version == 2 else ("cpu.shares", 1024, 2, 262_144)
+    return file, str(min(most, max(least, round(cores * unit))))
+
+
+def yielding(version: int, on: bool, *, can_idle: bool) -> list[tuple[str, str]]:
+    """What makes a best-effort group give way to all others, or have its weight again (pure). Where the kernel has no cpu.idle
+    (``can_idle``) it gets the least weight. An idle group takes no weight (EINVAL), and what it had is forgotten."""
+    if not can_idle:
+        return [weight(version, 0 if on else BEST_EFFORT)]
+    return [("cpu.idle", "1")] if on else [("cpu.idle", "0"), weight(version, BEST_EFFORT)]
 
 
 # What a device group lets through: making nodes (which needs a capability anyway), and the usual character devices.
@@ -214,15 +228,15 @@ class Cgroups:
         """All sandboxes together weigh as much as one busy process a core, as Kubernetes weighs its pods: a group weighs as much as
         one process however much is in it, so that launches would starve beside anything else on the node."""
         cores = os.cpu_count() or 1
-        file, value = ("cpu.weight", min(10_000, 100 * cores)) if self.version == 2 else ("cpu.shares", min(262_144, 1024 * cores))
-        _write(f"{path}/{file}", str(value))
+        file, value = weight(self.version, cores)
+        _write(f"{path}/{file}", value)
 
     def order(self, name: str, limits: Limits, *, has_quota: bool = False) -> Order:
         """What makes the group of one sandbox with its limits; it counts as one of ours from now on, until `destroy`. ``has_quota``: it is
         there already, with these ``cpus``."""
         self._live += 1
         writes = [(f"{self.path('devices', name)}/{file}", rule) for file, rule in _DEVICE_RULES] if self._devices else []
-        for controller, wanted in settings(self.version, limits, can_idle=self.can_idle).items():
+        for controller, wanted in settings(self.version, limits).items():
             writes += [
                 (f"{self.path(controller, name)}/{file}", value)
                 for file, value in wanted
@@ -249,15 +263,6 @@ class Cgroups:
                 self.destroy(name, timeout=1.0)
             raise NodeError(f"cgroup {self.parent}/{name}: {error}", reason="cgroup") from error
         return order
-
-    def update(self, name: str, limits: Limits) -> None:
-        """Write new limits into a live group. Raises `NodeError` (EBUSY when the memory in use cannot be brought below the limit)."""
-        try:
-            for controller, writes in settings(self.version, limits, can_idle=self.can_idle).items():
-                for file, value in writes:
-                    _write(f"{self.path(controller, name)}/{file}", value)
-        except OSError as error:
-            raise NodeError(f"cgroup {self.parent}/{name}: {error}", reason="cgroup") from error
 
     def pids(self, name: str) -> tuple[int, ...]:
         """Processes of the group as this process numbers them; empty when the group does not exist."""
@@ -378,6 +383,28 @@ class Cgroups:
             pids=_number(f"{pids}/pids.current"),
             oom_kills=self.oom_kills(name),
         )
+
+    def cpu_ns(self, name: str) -> int:
+        """CPU time that the group and those below it have used, in nanoseconds; "" is the parent. Raises `FileNotFoundError`."""
+        if self.version == 2:
+            if "usage_usec" not in (stat := _fields(f"{self.path('cpuacct', name)}/cpu.stat")):
+                raise FileNotFoundError(errno.ENOENT, "no such group", name)
+            return stat["usage_usec"] * 1000
+        fd = os.open(f"{self.path('cpuacct', name)}/cpuacct.usage", os.O_RDONLY | os.O_CLOEXEC)  # a third of what open() takes
+        try:
+            return int(os.read(fd, 32))
+        finally:
+            os.close(fd)
+
+    def give_way(self, name: str, on: bool) -> None:
+        """Whether a best-effort group takes only CPU time that no other group here wants. Raises OSError."""
+        for file, value in yielding(self.version, on, can_idle=self.can_idle):
+            _write(f"{self.path('cpu', name)}/{file}", value)
+
+    def yields(self, name: str) -> bool:
+        """Whether it does. Raises `FileNotFoundError`."""
+        file, value = yielding(self.version, True, can_idle=self.can_idle)[0]
+        return _number(f"{self.path('cpu', name)}/{file}") == int(value)
 
     def oom_kills(self, name: str) -> int:
         """Processes that the kernel killed in this group because its memory limit was reached; 0 when the group is gone."""

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from dsec.model import MIB, ExecSpec, Qos, Resources
+from dsec.qos.hogs import CALM, LOOKS, PERIOD
 from tests.fixtures_backend import Yard, sh
 
 pytestmark = [pytest.mark.usefixtures("leftovers"), pytest.mark.guest, pytest.mark.needs("root", "cgroup", "guest")]
@@ -18,12 +19,13 @@ SPIN = "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))}); prin
 RESOURCES = Resources(memory=64 * MIB, disk=16 * MIB, cpus=1.0)
 
 
-async def spin(box: Any) -> None:
-    """Keep one core busy, the same one for every sandbox; returns when it does."""
+async def spin(box: Any) -> str:
+    """Keep one core busy, the same one for every sandbox; returns the operation when it does."""
     op = os.urandom(16).hex()
     await box.link.start(op, ExecSpec(argv=("/bin/python3", "-c", SPIN), background=True))
     async for _ in box.link.output(op, view=True):
-        return
+        break
+    return op
 
 
 async def shares(boxes: list[Any], first: int = 300) -> list[int]:
@@ -66,15 +68,71 @@ async def test_without_cpu_idle_best_effort_weighs_least(leftovers: object, yard
     assert one > 8 * other, (one, other)
 
 
+def books(backend: Any, box: Any) -> dict[str, str]:
+    """What the kernel has of a sandbox's CPU class."""
+    group = Path(backend._cgroups.path("cpu", box.plan.ulid))
+    files = ("cpu.weight" if backend._cgroups.version == 2 else "cpu.shares", "cpu.idle")
+    return {file.partition(".")[2]: (group / file).read_text().strip() for file in files if (group / file).exists()}
+
+
+class Looks:
+    """Looks for hogs, made by the test instead of the backend: what a core gave does not depend on what else the node does then."""
+
+    def __init__(self, backend: Any) -> None:
+        backend._watching.cancel()
+        self.hogs = backend.hogs
+        self.now = 0.0
+
+    async def look(self, *boxes: Any, seconds: float = PERIOD) -> None:
+        """One look, so many seconds after the last, once each of these has used most of that time of CPU."""
+        for box in boxes:
+            before = (await box.usage()).cpu_ms
+            while (await box.usage()).cpu_ms - before < 800 * seconds:  # noqa: ASYNC110 - the kernel tells nobody
+                await asyncio.sleep(0.05)
+        self.now += seconds
+        await asyncio.to_thread(self.hogs.look, self.now)
+
+
 async def test_the_class_is_in_the_kernels_books(leftovers: object, yard: Yard) -> None:
-    """The group of a best-effort sandbox says so, that of a latency-sensitive one has its cpus as weight, and both are alive."""
+    """A best-effort sandbox has the small weight, whatever its cpus, a latency-sensitive one has them as weight; both are alive."""
     backend = await yard.backend()
-    for qos, idle in ((Qos.BE, "1"), (Qos.LS, "0")):
+    version = backend._cgroups.version
+    for qos, wanted in ((Qos.BE, ("61", "6")), (Qos.LS, ("2048", "200"))):
         box = await backend.launch(yard.plan(backend.node, qos=qos, resources=Resources(memory=64 * MIB, disk=16 * MIB, cpus=0.5)))
-        group = Path(backend._cgroups.path("cpu", box.plan.ulid))
-        if backend._cgroups.can_idle:
-            assert (group / "cpu.idle").read_text().strip() == idle
-        if qos is Qos.LS:
-            version = backend._cgroups.version
-            assert (group / ("cpu.weight" if version == 2 else "cpu.shares")).read_text().strip() == ("50" if version == 2 else "512")
+        found = books(backend, box)
+        assert found["weight" if version == 2 else "shares"] == wanted[version - 1]
+        assert found.get("idle", "0") == "0"
         assert (await sh(box, "echo here"))[1] == "here\n"
+
+
+@pytest.mark.needs("cpu_idle")
+async def test_a_hog_gives_way_until_it_is_calm(leftovers: object, yard: Yard) -> None:
+    """A best-effort sandbox that computes all the time is cpu.idle, one that sleeps or is latency-sensitive never; the hog has its
+    weight again when it has calmed down, also where its Edge has gone in between."""
+    backend = await yard.backend()
+    hog, quiet, sensitive = [
+        await backend.launch(yard.plan(backend.node, qos=qos, resources=RESOURCES)) for qos in (Qos.BE, Qos.BE, Qos.LS)
+    ]
+    weighs, looks = books(backend, hog), Looks(backend)
+    await looks.look()
+    op = await spin(hog)
+    for _ in range(2 + LOOKS):
+        await looks.look(hog)
+    assert looks.hogs.demoted() == {hog.plan.ulid}
+    await spin(sensitive)
+    for _ in range(2 + LOOKS):
+        await looks.look(sensitive)
+    assert looks.hogs.demoted() == {hog.plan.ulid}
+    assert [books(backend, box)["idle"] for box in (hog, quiet, sensitive)] == ["1", "0", "0"]
+    assert (await sh(hog, "echo here"))[1] == "here\n"
+    await sensitive.stop()
+    await hog.link.signal(op, 9)
+    await hog.link.wait(op, 60)
+    await backend.close()
+    following = await yard.backend()
+    adopted, looks = await following.adopt(hog.plan), Looks(following)
+    assert books(following, adopted)["idle"] == "1"
+    for _ in range(4):
+        await looks.look(seconds=CALM)
+    assert books(following, adopted) == weighs
+    assert looks.hogs.demoted() == set()

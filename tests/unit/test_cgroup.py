@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dsec.model import MIB
-from dsec.qos.cgroup import Limits, parse, patience, settings
+from dsec.qos.cgroup import Limits, parse, patience, settings, yielding
 
 V1 = "\n".join(
     f"{n} 31 0:{n} / /sys/fs/cgroup/{name} rw,relatime - cgroup cgroup rw,{name}"
@@ -45,21 +45,23 @@ def test_cpus_is_a_hard_cap_and_a_weight() -> None:
     """cpus becomes a quota as with Docker, and the share among neighbours."""
     limits = Limits(memory=64 * MIB, cpus=0.5, pids=100)
     v1, v2 = settings(1, limits), settings(2, limits)
-    assert ("cpu.cfs_quota_us", "50000") in v1["cpu"]
-    assert v2["cpu"] == [("cpu.max", "50000 100000"), ("cpu.idle", "0"), ("cpu.weight", "50")]
-    assert settings(1, limits, can_idle=False)["cpu"][-2:] == [("cpu.cfs_quota_us", "50000"), ("cpu.shares", "512")]
+    assert v1["cpu"] == [("cpu.cfs_quota_us", "50000"), ("cpu.shares", "2048")]
+    assert v2["cpu"] == [("cpu.max", "50000 100000"), ("cpu.weight", "200")]
     assert v1["memory"] == [("memory.limit_in_bytes", str(64 * MIB)), ("memory.memsw.limit_in_bytes", str(64 * MIB))]
     assert v2["memory"] == [("memory.max", str(64 * MIB)), ("memory.swap.max", "0")]
     assert v1["pids"] == v2["pids"] == [("pids.max", "100")]
 
 
-def test_an_idle_group_has_no_weight() -> None:
-    """Best effort is cpu.idle and no weight, which the kernel refuses then; without cpu.idle it is the least weight."""
-    idle = Limits(cpus=2.0, idle=True)
-    assert settings(1, idle)["cpu"][-1] == settings(2, idle)["cpu"][-1] == ("cpu.idle", "1")
-    assert not any(file in ("cpu.shares", "cpu.weight") for version in (1, 2) for file, _ in settings(version, idle)["cpu"])
-    assert settings(1, idle, can_idle=False)["cpu"][-1] == ("cpu.shares", "2")
-    assert settings(2, idle, can_idle=False)["cpu"][-1] == ("cpu.weight", "1")
+def test_best_effort_weighs_alike_and_little() -> None:
+    """Whatever its cpus, a best-effort group has the same small weight; one that gives way has none, or the least without cpu.idle."""
+    for cpus in (0.0, 2.0):
+        limits = Limits(cpus=cpus, best_effort=True)
+        assert (settings(1, limits)["cpu"][-1], settings(2, limits)["cpu"][-1]) == (("cpu.shares", "61"), ("cpu.weight", "6"))
+    for version, small, least in ((1, ("cpu.shares", "61"), ("cpu.shares", "2")), (2, ("cpu.weight", "6"), ("cpu.weight", "1"))):
+        assert yielding(version, True, can_idle=True) == [("cpu.idle", "1")]
+        assert yielding(version, False, can_idle=True) == [("cpu.idle", "0"), small]
+        assert yielding(version, True, can_idle=False) == [least]
+        assert yielding(version, False, can_idle=False) == [small]
 
 
 def test_no_limits_write_nothing() -> None:

@@ -63,9 +63,9 @@ _reapers: WeakKeyDictionary[asyncio.AbstractEventLoop, _Reaper] = WeakKeyDiction
 
 
 def in_touch(loop: asyncio.AbstractEventLoop) -> list[str]:
-    """Paths of the guests to whom a connection of this loop is open: what they run has lately been asked for. Callable in any thread."""
+    """Paths of the guests to whom a connection of this loop is open, those with a request under way first. Callable in any thread."""
     reaper = _reapers.get(loop)
-    return [each.path for each in list(reaper.connections)] if reaper is not None else []
+    return [each.path for each in sorted(reaper.connections, key=lambda each: each.idle)] if reaper is not None else []
 
 
 class _Patience:
@@ -144,6 +144,7 @@ class Connection:
         self.expect_pid: Expected = expect_pid
         self.idle_seconds = idle_seconds
         self.sandbox_id = sandbox_id
+        self.requests = 0  # how many were made so far
         self.request_timeout = request_timeout
         self._channel: Channel | None = None
         self._connecting: asyncio.Task[Channel] | None = None
@@ -199,6 +200,7 @@ class Connection:
     # ---- inside
 
     async def _open(self) -> Channel:
+        self.requests += 1
         while self._held is not None:
             await self._held.wait()
         channel = self._channel
