@@ -45,6 +45,7 @@ SPEC_BYTES = 400_000  # of one spec: an answer that repeats parts of it still fi
 MOST_TASKS = 10_000  # batches on their way to Edges, above which no more is taken on; each takes some 6 KiB
 TURNS = 2  # of the loop until the first batches have gone to their Edges: who waits for the acknowledgement waits for those
 FAILED_AT_ONCE = 1_000  # failures in one message: with their texts they stay far below the server's limit
+REPEATS = 64  # batches of one repeat that are asked for at once
 REPEAT = 9.0  # seconds in which an Edge must be there to tell once more what it holds: callers repeat every ten
 TELL_AFTER, TELL_EVERY = 1.0, 5.0  # seconds without room after which a caller hears why, and hears it again
 
@@ -305,14 +306,20 @@ class Scheduler:
         """A repeat of a settled slice: its failures are told again, and each Edge tells again what it holds of it. One that is away is
         asked for a while: it may be restarting, and what its caller waits for is there."""
         self._tell_failed(s, s.failed.values())
-        for edge, pairs in list(s.where.items()):
-            for batch in bursts.batches(edge, pairs, s.specs, self.config.slice_bytes):
-                subject = subjects.edge(self.bus.unit, edge, "launch")
+        gate = asyncio.Semaphore(REPEATS)  # not one after another: those that are away hold nobody up
+
+        async def ask(edge: str, batch: Batch) -> None:
+            async with gate:
                 request = _launch_request(s, batch, max(1.0, s.deadline - asyncio.get_running_loop().time()))
+                subject = subjects.edge(self.bus.unit, edge, "launch")
                 try:
                     await self.bus.call(subject, request, LaunchReply, timeout=REPEAT, retries=20, attempt_timeout=REPEAT / 3)
                 except DsecError as error:
                     log.warning("scheduler.repeat_failed", edge=edge, burst=s.burst, error=str(error))
+
+        size = self.config.slice_bytes
+        todo = [(edge, batch) for edge, pairs in s.where.items() for batch in bursts.batches(edge, pairs, s.specs, size)]
+        await asyncio.gather(*(ask(edge, batch) for edge, batch in todo))
 
     def _tell_waiting(self, s: Slice) -> None:
         """Now and then, what it is that a slice waits for: its caller need not guess until the deadline."""

@@ -11,11 +11,11 @@ import pytest
 
 from dsec.bus import subjects
 from dsec.bus.bus import Bus
-from dsec.bus.messages import CreateAck, CreateItem, CreateRequest
+from dsec.bus.messages import CreateAck, CreateItem, CreateRequest, LaunchReply, LaunchRequest
 from dsec.bus.server import NatsServer
 from dsec.errors import Busy
 from dsec.model import new_ulid
-from tests.integration.actors_box import ME, SPEC, Box
+from tests.integration.actors_box import ME, SPEC, Asker, Box, eventually
 
 
 @pytest.fixture
@@ -71,3 +71,28 @@ async def test_settled_requests_are_forgotten_beyond_their_memory(box: Box) -> N
         while sum(each.size for each in scheduler._slices.values()) > 1 << 20:  # noqa: ASYNC110 - one look a second
             await asyncio.sleep(0.05)
     assert scheduler._slices
+
+
+async def test_a_silent_edge_holds_up_no_repeat(box: Box, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A caller who repeats a settled burst hears from the nodes that answer while another one does not."""
+    monkeypatch.setattr("dsec.actors.scheduler.REPEAT", 600.0)
+    edges = {name: await box.edge(name, slots=4) for name in ("n1", "n2")}
+    scheduler = await box.scheduler()
+    await eventually(lambda: len(scheduler.picture) == 2)
+    first = await Asker(await box.bus()).open()
+    burst = new_ulid()
+    await first.create(8, burst=burst)
+    await first.until(lambda asked: len(asked.ready) == 8, timeout=60)
+    (placed,) = scheduler._slices.values()
+    await eventually(lambda: placed.settled and len(placed.where) == 2, timeout=60)  # what is ready is told before it hears so itself
+    ((silent, _), *others) = placed.where.items()
+
+    async def never(_request: LaunchRequest) -> LaunchReply:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    monkeypatch.setattr(edges[silent].intake, "launch", never)
+    again = await Asker(await box.bus()).open()
+    assert (await again.create(8, burst=burst)).known
+    await again.until(lambda asked: len(asked.ready) == len(others[0][1]), timeout=60)
+    assert not [each for told in again.ready.values() for each in told if each.startswith(f"{silent}-")]
