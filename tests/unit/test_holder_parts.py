@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 
-from dsec.backends.holder_layers import LayersHeld
+from dsec.backends.holder import Holder
 from dsec.backends.holder_parts import Call, Sandbox
-from dsec.backends.zygotes import Zygotes
 from dsec.layers import mounts
 
 
-class Watched(Zygotes):
+class Watched(Holder):
     """Of the holder only what hears of failures."""
 
     def __init__(self) -> None:
@@ -32,7 +31,7 @@ def test_a_launch_whose_process_cannot_be_watched_has_failed() -> None:
     assert holder.failures == ["its process could not be watched: no descriptor is left", "no memory"]
 
 
-class Full(LayersHeld):
+class Full(Holder):
     """It can open a layer, and then hold no more of them."""
 
     def __init__(self, opened: int) -> None:
