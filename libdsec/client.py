@@ -183,12 +183,10 @@ class Client(Many, Named):
         return SandboxContext(self, _spec_of(image, options), milliseconds(timeout, "timeout") / 1000)
 
     async def create(self, image: str | SandboxSpec, *, timeout: float = 120.0, **options: Unpack[Options]) -> Sandbox:
-        """A sandbox that outlives this client (``on_client_loss`` is "keep" here unless given). Arguments and errors as `sandbox`."""
+        """A sandbox that outlives this client: of an image's name ``on_client_loss`` is "keep" here unless given; a whole spec says itself.
+        Arguments and errors as `sandbox`."""
         self._wire.guard()
-        if not isinstance(image, SandboxSpec):
-            options.setdefault("on_client_loss", "keep")
-        made = await create_one(self, _spec_of(image, options), milliseconds(timeout, "timeout") / 1000)
-        return made
+        return await create_one(self, _spec_of(image, _kept(image, options)), milliseconds(timeout, "timeout") / 1000)
 
     async def create_many(
         self,
@@ -199,11 +197,11 @@ class Client(Many, Named):
         timeout: float = 120.0,
         **options: Unpack[Options],
     ) -> Handles:
-        """As `burst`, for sandboxes that outlive this client if their spec says ``on_client_loss="keep"``; those that became ready.
+        """As `burst`, for sandboxes that outlive this client, by the same rule as `create`; those that became ready.
 
         Raises `BurstError` (and leaves nothing) when fewer than ``min_ready`` did.
         """
-        burst = self.burst(specs, n, min_ready, timeout, **options)
+        burst = self.burst(specs, n, min_ready, timeout, **_kept(specs, options))
         made = False
         await burst.__aenter__()
         try:
@@ -417,6 +415,13 @@ class SandboxContext(Named):
         if self._sandbox is not None:
             await self._client._stop_all([self._sandbox])
         return False
+
+
+def _kept(of: object, options: Options) -> Options:
+    """What is created outside a block stays, unless it is told otherwise."""
+    if isinstance(of, str):
+        options.setdefault("on_client_loss", "keep")
+    return options
 
 
 def _spec_of(image: str | SandboxSpec, options: Options) -> SandboxSpec:

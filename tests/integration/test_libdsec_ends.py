@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
@@ -149,3 +150,23 @@ async def test_create_outlives_its_client(dsec: Client, fake_cluster: str) -> No
     await asyncio.sleep(2.5)
     assert [info.id for info in await dsec.list()] == [kept.id]
     assert (await dsec.attach(kept.id)).id != other.id
+
+
+async def test_what_is_created_stays_and_a_spec_says_itself(dsec: Client, fake_cluster: str) -> None:
+    """One rule for one and for many: by an image's name they outlive their client, unless told otherwise; a spec is taken at its word."""
+    client = await libdsec.connect(fake_cluster, project=dsec.project)
+    stay = [await client.create("img", **FAKE), *await client.create_many("img", 2, **FAKE)]
+    go = [
+        await client.create("img", on_client_loss="stop", **FAKE),
+        *await client.create_many("img", 2, on_client_loss="stop", **FAKE),
+        await client.create(libdsec.spec("img", **FAKE)),
+        *await client.create_many(libdsec.spec("img", **FAKE), 2),
+    ]
+    await client.close()
+    for each in go:
+        with contextlib.suppress(libdsec.SandboxGone):
+            await (await dsec.attach(each.id)).wait(60)
+    for each in stay:
+        left = await dsec.attach(each.id)
+        assert (await left.info()).exit is None
+        await left.stop()
