@@ -7,9 +7,10 @@ running ones is bounded, and the request above the bound is answered `Busy` at o
 from __future__ import annotations
 
 import asyncio
+import functools
 import re
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -18,7 +19,7 @@ import msgspec
 from dsec import __version__
 from dsec.bus import call, codec
 from dsec.bus.idempotency import Idempotency, Key
-from dsec.bus.subjects import Caller, is_reply
+from dsec.bus.subjects import Caller, head_job, is_reply
 from dsec.bus.transport import Msg, Subscription, log
 from dsec.errors import Busy, DeadlineExceeded, Denied, DsecError, InvalidRequest, NotFound, to_body
 
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _NAME = re.compile(r"[A-Za-z0-9_-]+")  # ADR-32
+JOBS, JOB = 2, 8  # parts of what may run at one time: a half for jobs together, an eighth for each; the rest is for whoever made them
 
 
 class Context:
@@ -139,6 +141,7 @@ class Service:
         self.idempotency = idempotency or Idempotency()
         self.stats: dict[tuple[str, str], Stats] = {(route.subject, verb.name): Stats() for route in routes for verb in route.verbs}
         self.running: set[asyncio.Task[None]] = set()
+        self._jobs: Counter[str] = Counter()  # of those, the jobs'
         self._subscriptions: list[Subscription] = []
         self._stopping = False
 
@@ -208,16 +211,30 @@ class Service:
                 raise DeadlineExceeded("the deadline had passed on arrival")
             request = codec.decode(msg.data, verb.request)
             if asyncio.iscoroutinefunction(verb.handler):
-                if len(self.running) >= self.limit:
-                    raise Busy(f"{self.limit} requests are running", reason="concurrency", fix="try again a little later")
+                job = head_job(context.caller.principal) if context.caller is not None else ""
+                self._check_room(job)
                 task = asyncio.get_running_loop().create_task(self._run(verb, context, request, stats, started))
                 self.running.add(task)
-                task.add_done_callback(self.running.discard)
+                self._jobs.update((job,) if job else ())
+                task.add_done_callback(functools.partial(self._ended, job) if job else self.running.discard)
             else:
                 self._answer(msg, verb.handler(context, request), json)
                 stats.nanos += time.perf_counter_ns() - started
         except Exception as error:  # noqa: BLE001 - a handler may raise anything; it becomes an answer, a count and a log line
             self._fail(msg, error, json, stats, started)
+
+    def _check_room(self, job: str) -> None:
+        """Jobs, which strangers may control, can wait for as much as they like and take nobody else's place. Raises `Busy`."""
+        if len(self.running) >= self.limit:
+            raise Busy(f"{self.limit} requests are running", reason="concurrency", fix="try again a little later")
+        if job and (self._jobs[job] >= self.limit // JOB or self._jobs.total() >= self.limit // JOBS):
+            raise Busy(f"{self._jobs[job]} requests of this job are running", reason="concurrency", fix="wait for some of them")
+
+    def _ended(self, job: str, task: asyncio.Task[None]) -> None:
+        self.running.discard(task)
+        self._jobs[job] -= 1
+        if not self._jobs[job]:
+            del self._jobs[job]
 
     def _context(self, route: Route, verb: str, msg: Msg, json: bool) -> Context:
         headers = msg.headers

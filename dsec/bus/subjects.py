@@ -42,6 +42,11 @@ def worker_of(principal: str) -> str:
     return principal.rpartition(OF_JOB)[2] if OF_JOB in principal else ""
 
 
+def head_job(principal: str) -> str:
+    """The job that a principal's work is part of in the end, when workers have workers of their own; "" where it is none's."""
+    return OF_JOB.join(principal.split(OF_JOB)[:2]) if OF_JOB in principal else ""
+
+
 def user_of(principal: str) -> str:
     """Whose work it is in the end."""
     return principal.partition(OF_JOB)[0]

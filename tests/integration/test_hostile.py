@@ -11,10 +11,14 @@ import pytest
 import pytest_asyncio
 
 from dsec.bus import codec, subjects
+from dsec.bus.actor import Context, Route, Verb
+from dsec.bus.bus import Bus
 from dsec.bus.messages import EdgeInfo, Empty
 from dsec.bus.server import NatsServer
+from dsec.bus.subjects import Caller
+from dsec.errors import Busy
 from dsec.model import SandboxId, new_ulid
-from tests.integration.actors_box import ME, SPEC, Box, but, serving
+from tests.integration.actors_box import ME, SPEC, Box, but, eventually, serving
 
 REQUEST: dict[str, Any] = {"specs": [SPEC], "items": [{"spec": 0, "first": 0}], "deadline_ms": 5_000}
 
@@ -92,3 +96,41 @@ async def test_a_reader_from_beyond_is_refused(box: Box) -> None:
             assert isinstance(answer, dict)
             assert (answer["code"], answer["field"]) == ("invalid", field)
         assert b"".join([data async for data in process.stdout]) == b"here\n"
+
+
+async def test_a_job_that_waits_takes_nobody_elses_place(nats_server: NatsServer) -> None:
+    """Requests without an end are refused beyond a job's part, its workers' workers counted with it, and beyond all jobs' part; others are
+    served meanwhile, and it is again when some have ended."""
+    over = asyncio.Event()
+
+    async def wait(context: Context, _: Empty) -> Empty:
+        if subjects.worker_of(context.caller.principal if context.caller else ""):
+            await over.wait()
+        return Empty()
+
+    def caller(subject: str) -> Caller:
+        return Caller(subject.partition(".")[2], "default")
+
+    route = Route(
+        subject="waits.*", verbs=(Verb(name="wait", request=Empty, reply=Empty, handler=wait),), verb_of=lambda _: "wait", caller_of=caller
+    )
+    async with Bus.connect(nats_server.url) as bus:
+        service = await bus.serve("waits", route, limit=32)
+        asked = [asyncio.ensure_future(bus.call("waits.local~a", Empty(), Empty, timeout=20)) for _ in range(3)]
+        asked.append(asyncio.ensure_future(bus.call("waits.local~a~b", Empty(), Empty, timeout=20)))
+        await eventually(lambda: len(service.running) == 4)
+        for job in ("local~a", "local~a~c"):
+            with pytest.raises(Busy, match="of this job"):
+                await bus.call(f"waits.{job}", Empty(), Empty, timeout=5)
+        for job in ("local~d", "local~e", "local~f"):
+            asked += [asyncio.ensure_future(bus.call(f"waits.{job}", Empty(), Empty, timeout=20)) for _ in range(4)]
+        await eventually(lambda: len(service.running) == 16)
+        with pytest.raises(Busy):
+            await bus.call("waits.local~g", Empty(), Empty, timeout=5)
+        for _ in range(20):
+            await bus.call("waits.local", Empty(), Empty, timeout=5)
+        over.set()
+        await asyncio.gather(*asked)
+        await bus.call("waits.local~a", Empty(), Empty, timeout=5)
+        await eventually(lambda: not service.running)
+        assert not service._jobs
