@@ -124,8 +124,7 @@ class Checkpoints:
         try:
             layer = await sandbox.pack_diff(request.ulid, order, deadline)
         except BaseException:
-            if processes:  # its layer may have its name already
-                self._freeing[name] = self.edge.host.planner(spec)
+            self._freeing[name] = self.edge.host.planner(spec)  # its layer may have its name already
             raise
         checkpoint = Checkpoint(
             id=sid,

@@ -147,11 +147,13 @@ class Commands:
         async with self._flushing:  # who comes second finds all of it written
             ulids, self._dirty = self._dirty, set()
             rows: list[CommandRow] = []
+            taken: dict[str, dict[int, Command]] = {}
             trims: list[tuple[str, int]] = []
             for ulid in ulids:
                 if (its := self._logs.get(ulid)) is None:
                     continue
                 dirty, its.dirty = its.dirty, {}
+                taken[ulid] = dirty
                 rows += [CommandRow(ulid=ulid, seq=seq, entry=_encode(Kept(command)), done=True) for seq, command in dirty.items()]
                 if its.next > its.trimmed + 2 * KEEP_PLAIN:
                     its.trimmed = its.next - KEEP_PLAIN
@@ -163,9 +165,17 @@ class Commands:
                     await self._store.trim_commands(trims)
             except NodeError as error:
                 log.error("commands.not_written", count=len(rows), error=str(error))
+                self._again(taken)
             for ulid in ulids:
                 if (its := self._logs.get(ulid)) is not None and its.over and not its.dirty:
                     del self._logs[ulid]
+
+    def _again(self, taken: dict[str, dict[int, Command]]) -> None:
+        """What could not be written is with the next; of each sandbox as much as does not make every command wait for a try."""
+        for ulid, dirty in taken.items():
+            if (its := self._logs.get(ulid)) is not None:
+                its.dirty = dict(sorted((dirty | its.dirty).items())[-AT_ONCE // 2 :])
+                self._dirty.add(ulid)
 
     async def listing(self, ulid: str, after: int, limit: int) -> tuple[tuple[Command, ...], bool]:
         """Commands behind number ``after``, and whether there are more."""
@@ -289,11 +299,13 @@ class Commands:
                 self._outbox.drop(event)
                 raise
             faults.reached("step.kept")
-        except (DsecError, asyncio.CancelledError) as error:
+        except BaseException as error:
             known.result = None  # who asks again finds out
+            stopping = isinstance(error, asyncio.CancelledError)
+            told = NodeError("the Edge is stopping", reason="stopping") if stopping else NodeError(f"its end is not known yet: {error}")
             if not future.done():
-                future.set_exception(error if isinstance(error, DsecError) else NodeError("the Edge is stopping", reason="stopping"))
-            if isinstance(error, asyncio.CancelledError):
+                future.set_exception(error if isinstance(error, DsecError) else told)
+            if not isinstance(error, DsecError):
                 raise
             if not isinstance(error, SandboxGone | NotFound):
                 log.warning("commands.step_not_recorded", sandbox=sandbox.id, step=step, error=str(error))

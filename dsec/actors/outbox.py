@@ -118,11 +118,9 @@ class Outbox:
 
     def _written(self, event: Event, written: asyncio.Future[None]) -> None:
         self._writing.discard(written)
-        if written.cancelled() or (error := written.exception()) is None:
-            self.send(event)
-        else:
-            log.error("outbox.not_written", kind=event.kind, sandbox=event.sb, error=str(error))
-            self.drop(event)
+        if not written.cancelled() and (error := written.exception()) is not None:
+            log.error("outbox.not_written", kind=event.kind, sandbox=event.sb, error=str(error), then="told all the same: it has happened")
+        self.send(event)
 
     def _told(self, events: Sequence[Event]) -> None:
         for event in events:

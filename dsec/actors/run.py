@@ -1,12 +1,14 @@
 """Run one actor until it is told to stop: ``python -m dsec.actors.run edge|scheduler|watcher``, or `dsec serve …`.
 
-When it serves, it prints one JSON line to stdout: {"ready": kind, "name": …, "loop": "uvloop"}. SIGTERM and SIGINT end it in order.
+When it serves, it prints one JSON line to stdout: {"ready": kind, "name": …, "loop": "uvloop"}. SIGTERM and SIGINT end it in order. After
+an error the line is {"failed": kind, "error": …}: a log on a full disk says nothing.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import os
 import resource
@@ -52,11 +54,14 @@ async def connect(config: Config, name: str, *, bulk: bool = False) -> Bus:
     return connected
 
 
+def _stream(config: Config) -> EventsConfig:
+    bus = config.bus
+    return EventsConfig(max_age=bus.events_max_age_ms / 1000, max_bytes=bus.events_max_bytes, replicas=bus.events_replicas)
+
+
 async def _ensure_stream(bus: Bus, config: Config, stack: AsyncExitStack) -> None:
     """See that the events stream exists; the actors do not wait for long where JetStream is away: events are spooled until it is there."""
-    wanted = EventsConfig(
-        max_age=config.bus.events_max_age_ms / 1000, max_bytes=config.bus.events_max_bytes, replicas=config.bus.events_replicas
-    )
+    wanted = _stream(config)
 
     async def ensure() -> None:
         while True:
@@ -120,6 +125,7 @@ async def watcher(config: Config) -> AsyncIterator[Watcher]:
         fences = await _until("fence records", lambda: Fences.open(bus, config.bus.events_replicas))
         spool = Path(config.edge.state_dir) / "spool-watcher"
         events = await EventPublisher(bus, "watcher", spool, spool_limit=config.bus.spool_max_bytes).start()
+        events.ensure = functools.partial(ensure_events_stream, bus, _stream(config))
         actor = Watcher(bus, config.watcher, fences, events)
         stack.push_async_callback(actor.stop)
         await actor.start()
@@ -145,6 +151,7 @@ async def edge(config: Config) -> AsyncIterator[Edge]:
         host = Host(config, name, int(store.incarnation.rpartition(".")[2]))
         await host.open()
         events = await EventPublisher(control, name, Path(config.edge.state_dir) / "spool", spool_limit=config.bus.spool_max_bytes).start()
+        events.ensure = functools.partial(ensure_events_stream, control, _stream(config))
         memory, cpus, pid_max = capacity.node_has()
         limits = capacity.limits(config.edge, memory=memory, cpus=cpus, pid_max=pid_max, disk=host.disk_room)
         actor = Edge(control, bulk, config.edge, name, store, host, limits, events, fences, config.watcher.lost_after_ms / 2000)
@@ -240,8 +247,11 @@ def run_actor(kind: str, config: Config) -> int:
     setup_log(config)
     try:
         run(serve(kind, config))
-    except DsecError as error:
+    except (DsecError, OSError) as error:  # of the latter a read-only disk is one
         log.error("run.failed", kind=kind, error=str(error))
+        with contextlib.suppress(OSError):
+            sys.stdout.write(msgspec.json.encode({"failed": kind, "error": str(error)}).decode() + "\n")
+            sys.stdout.flush()
         return 1
     return 0
 

@@ -188,7 +188,8 @@ class Sandbox:
             async with asyncio.timeout_at(deadline):
                 await waiter
         except TimeoutError:
-            raise DeadlineExceeded(f"still {self.state}", sandbox=self.id, reason=str(self.state)) from None
+            why = f": {self.life.release_error}" if self.life.release_error else ""
+            raise DeadlineExceeded(f"still {self.state}{why}", sandbox=self.id, reason=str(self.state)) from None
 
     # ------------------------------------------------------------------ launch and release
     async def launch(self) -> None:
@@ -298,6 +299,7 @@ class Sandbox:
         self.record.state, self.record.exit = State.STOPPED, self.life.exit
         self.record.ended_ts = time.time()
         told = () if self.unrecorded else self.keeper.word(self, "stopped", self.ending())
+        pause = RELEASE_PAUSE[0]
         while not self.unrecorded:
             try:
                 await self.keeper.store.update(self.record, told)
@@ -306,7 +308,9 @@ class Sandbox:
                 log.error("sandbox.end_not_recorded", sandbox=self.id, error=str(error))
                 if error.value == "closed":
                     break
-                await asyncio.sleep(longest)
+                self.feed(On.RELEASE_FAILED, detail=f"it is freed, and its end is not on disk: {error.message}")
+                await asyncio.sleep(pause)
+                pause = min(longest, pause * 2)
         faults.reached("stop.recorded")
         self.feed(On.RELEASED)
         faults.reached("stop.told")
@@ -475,6 +479,8 @@ class Sandbox:
                     await self.changed(asyncio.get_running_loop().time() + 2.0)
             if self.life.exit is not None:
                 raise self.gone() from None
+            if error.reason == "exited":  # it lives: its socket is gone, and with it perhaps the whole state directory
+                raise Unavailable(f"it has not ended, but {error.message}", sandbox=self.id, reason="agent_unreachable") from error
             raise
         finally:
             self.clocks.busy -= 1

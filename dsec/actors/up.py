@@ -71,8 +71,7 @@ class Child:
             if os.getppid() != parent:
                 os._exit(1)
 
-        async with aiofiles.open(self.config_path, "w", encoding="utf-8") as file:
-            await file.write(configs.dump(self.config))
+        await asyncio.to_thread(self._write_config)
         env = {key: value for key, value in os.environ.items() if not (key.startswith(configs.ENV_PREFIX) and "__" in key)}
         env[configs.ENV_FILE] = str(self.config_path)
         env |= self.environment
@@ -95,10 +94,24 @@ class Child:
             line = await asyncio.wait_for(self.process.stdout.readline(), timeout)
         except TimeoutError:
             line = b""
-        if not line:
+        said = json.loads(line) if line else {}
+        if "ready" not in said:
             await self.stop(1.0)
-            raise NodeError(f"{self.kind} did not start: {await self.tail()}", field=self.kind, value=str(self.log_path), retryable=False)
-        self.ready = json.loads(line)
+            why = said.get("error") or await self.tail()
+            raise NodeError(f"{self.kind} did not start: {why}", field=self.kind, value=str(self.log_path), retryable=False)
+        self.ready = said
+
+    def _write_config(self) -> None:
+        """Whole or not at all: half of one is another. Raises `NodeError`."""
+        text = configs.dump(self.config)
+        fresh = self.config_path.with_suffix(".new")
+        try:
+            if not self.config_path.exists() or self.config_path.read_text(encoding="utf-8") != text:
+                fresh.write_text(text, encoding="utf-8")
+                fresh.rename(self.config_path)
+        except OSError as error:
+            fresh.unlink(missing_ok=True)
+            raise NodeError(f"cannot write the {self.kind}'s configuration: {error}", field=self.kind, reason="disk") from error
 
     async def stop(self, timeout: float = 60.0) -> None:
         """SIGTERM, and SIGKILL after ``timeout`` seconds. Idempotent."""

@@ -9,7 +9,7 @@ import os
 import random
 import time
 from collections import OrderedDict, deque
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -75,6 +75,7 @@ class EventPublisher:
         self.ack_timeout = ack_timeout
         self.acknowledged = 0  # messages
         self.told: Callable[[Sequence[Event]], object] = lambda _: None  # called with those that are acknowledged or in the spool
+        self.ensure: Callable[[], Awaitable[object]] | None = None  # makes the stream where it is not there: JetStream's disk may be lost
         self._groups: dict[str, list[Event]] = {}  # messages that are neither, by their id
         self._directory = Path(spool_dir)
         self._spool_limit = spool_limit
@@ -248,6 +249,9 @@ class EventPublisher:
         except DsecError as error:
             self._pause = min(2.0, self._pause * 2 or 0.1)
             log.warning("bus.events_wait", edge=self.edge, error=str(error), spooled=self._spool.size)
+            if self.ensure is not None:
+                with contextlib.suppress(DsecError):
+                    await self.ensure()
         finally:
             if done:
                 await self._spool.delivered(done)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import socket
 import struct
@@ -11,10 +12,11 @@ from typing import cast
 
 from dsec.backends.base import Chunk
 from dsec.backends.guest import wire
-from dsec.errors import SandboxError, SandboxGone
+from dsec.errors import NodeError, SandboxError, SandboxGone
 
 _UCRED = struct.Struct("iII")
 _FIRST_BUFFER = 16 << 10
+_SHORT = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS)
 
 Feed = Callable[[int, object], bool]  # (frame type, decoded body) -> whether it was the last answer; type 0: the connection is lost
 
@@ -192,10 +194,17 @@ async def _dial(sock: socket.socket, path: str, sandbox_id: str) -> None:
     except (ConnectionRefusedError, FileNotFoundError):
         raise SandboxGone("nobody listens in the sandbox any more", sandbox=sandbox_id, reason="exited") from None
     except OSError as error:
-        raise SandboxError(f"cannot connect to the guest: {error}", sandbox=sandbox_id) from None
+        raise _no_way(error, sandbox_id) from None
     finally:
         if folder >= 0:
             os.close(folder)
+
+
+def _no_way(error: OSError, sandbox_id: str) -> NodeError | SandboxError:
+    """Whose fault it is that there is no connection."""
+    if error.errno in _SHORT:
+        return NodeError(f"the node is short of something for now: {error}", sandbox=sandbox_id, reason="descriptors")
+    return SandboxError(f"cannot connect to the guest: {error}", sandbox=sandbox_id)
 
 
 Expected = Callable[[], int] | int | None
@@ -214,7 +223,10 @@ async def open_channel(
     the first message: a process that got hold of the listener without being the sandbox's init is found out here.
     """
     loop = asyncio.get_running_loop()
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
+    try:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
+    except OSError as error:
+        raise _no_way(error, sandbox_id) from error
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
         await _dial(sock, path, sandbox_id)
