@@ -324,7 +324,7 @@ async def test_zygotes_keep_nothing_of_a_launch(backend: Any, yard: Yard) -> Non
 
 
 async def made_ahead(backend: Any, *boxes: Any) -> dict[int, str]:
-    """Children of the zygotes with the networks that they hold, once there is one for each of ``boxes``, none of it a box's or the node's."""
+    """Children of the zygotes with their networks, once there is one for each of ``boxes`` and none is a box's or the node's."""
     pids = zygotes(await backend.site.holder.request("zygotes"))
     taken = {os.readlink(namespace) for namespace in ("/proc/self/ns/net", *(box.netns for box in boxes))}
     for _ in range(1000):
@@ -337,11 +337,16 @@ async def made_ahead(backend: Any, *boxes: Any) -> dict[int, str]:
     raise AssertionError("nothing was made ahead")
 
 
-def _has_ended(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except FileNotFoundError:
-        return True
+async def _end(pid: int) -> None:
+    """Until it has none of its namespaces any more."""
+    for _ in range(1000):
+        try:
+            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
+                return
+        except (FileNotFoundError, ProcessLookupError):
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError(f"{pid} lives on")
 
 
 def _loopback_is_up(pid: int) -> bool:
@@ -370,11 +375,7 @@ async def test_namespaces_are_made_ahead_for_the_sandbox_that_comes_next(backend
     assert (await sh(next_box, "cat /proc/self/uid_map"))[1].split() == ["0", str(second.idmap.base), str(second.idmap.count)]
     assert (await sh(next_box, "cat /proc/sys/kernel/hostname"))[1].strip() == second.hostname
     assert (backend.site.launches, backend.site.from_pool) == (2, 1)
-    for _ in range(1000):  # what is left of the launch goes when nothing has been asked for a moment
-        if not Path(f"/proc/{nurse}").exists():
-            break
-        await asyncio.sleep(0.01)
-    assert not Path(f"/proc/{nurse}").exists()
+    await _end(nurse)  # what is left of the launch goes when nothing has been asked for a moment
     await next_box.stop()
     await box.stop()
 
@@ -401,6 +402,7 @@ async def test_a_launch_survives_the_end_of_what_was_made_ahead(backend: Any, ya
     box = await backend.launch(first)
     [nurse] = await made_ahead(backend, box)
     os.kill(nurse, signal.SIGKILL)
+    await _end(nurse)
     next_box = await backend.launch(second)
     assert (await sh(next_box, "echo works"))[1] == "works\n"
     await next_box.stop()
@@ -414,11 +416,7 @@ async def test_a_zygotes_end_is_the_end_of_what_it_made_ahead(backend: Any, yard
     [nurse] = await made_ahead(backend, box)
     for pid in zygotes(await backend.site.holder.request("zygotes")):
         os.kill(pid, signal.SIGKILL)
-    for _ in range(1000):
-        if _has_ended(nurse):
-            break
-        await asyncio.sleep(0.01)
-    assert _has_ended(nurse)
+    await _end(nurse)
     await box.stop()
 
 
