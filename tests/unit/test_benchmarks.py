@@ -33,7 +33,7 @@ KEYS = {
         *("workload", "image_mb", "fetched_mb", "fetched_share", "plain_python_share", "ready_ms", "done_s"),
         *("prefetched_done_s", "cached_s", "full_pull_s", "targz_s", "docker_pull_s"),
     },
-    "neighbours": {"before_p50_ms", "during_p50_ms", "before_p99_ms", "during_p99_ms", "factor"},
+    "neighbours": {"before_p50_ms", "during_p50_ms", "before_p99_ms", "during_p99_ms", "factor", "onset_p99_ms"},
     "compose": {"mounts", "p50_us"},
     "disks": {"rows"},
     "tar_vs_erofs": {"rows"},
