@@ -336,7 +336,11 @@ class ContainerBackend:
             except BaseException as error:
                 self._instances.pop(plan.ulid, None)
                 detail = await driver.detail(plan) if not isinstance(error, asyncio.CancelledError) else ""
-                await self.release(plan.ulid)
+                try:
+                    await self.release(plan.ulid)
+                except DsecError as left:  # nobody else would come back for it, and why it was not launched is what is told
+                    log.error("container.not_freed", sandbox=plan.id, error=str(left), then="trying again")
+                    self._spawn(runtime.until_done(functools.partial(self.release, plan.ulid), lambda: self._closed))
                 if isinstance(error, Exception):
                     raise Undone(f"launch failed: {error}{detail}", sandbox=plan.id, reason=getattr(error, "reason", "")) from error
                 raise

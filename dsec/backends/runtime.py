@@ -10,12 +10,13 @@ import os
 import resource
 import shutil
 import socket
-from collections.abc import Iterable
+from collections.abc import Awaitable, Callable, Iterable
 
 from dsec import syscalls
-from dsec.errors import Unsupported
+from dsec.errors import DsecError, Unsupported
 
 MAX_SOCKET_PATH = 107
+AGAIN = 1.0  # seconds
 _RUNTIMES = ("crun", "runc")
 
 
@@ -94,6 +95,15 @@ def init_among(pids: Iterable[int]) -> int:
                     if len(numbers) > 1 and numbers[-1] == "1":
                         return pid
     return 0
+
+
+async def until_done(work: Callable[[], Awaitable[object]], over: Callable[[], bool]) -> None:
+    """Try what fails again, until it does not or it is ``over``."""
+    while not over():
+        await asyncio.sleep(AGAIN)
+        with contextlib.suppress(DsecError):
+            await work()
+            return
 
 
 async def through_cancels(task: asyncio.Task[None]) -> None:

@@ -212,6 +212,35 @@ async def test_a_runtime_that_hangs_is_given_up(leftovers: object, yard: Yard, m
     assert await backend.reap(frozenset()) == ()
 
 
+async def test_what_a_failed_launch_cannot_free_is_freed_later(leftovers: object, yard: Yard, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The launch is told as what it is, and the sandbox's directory goes as soon as it can."""
+    from dsec.backends import runtime
+    from dsec.errors import NodeError
+
+    monkeypatch.setattr(runtime, "AGAIN", 0.01)
+    backend = await yard.backend()
+    remove, tries = backend._remove, 0
+
+    def not_at_first(ulid: str) -> None:
+        nonlocal tries
+        tries += 1
+        if tries < 3:
+            raise NodeError("the disk is read-only", reason="disk")
+        remove(ulid)
+
+    async def fails(*_: object) -> int:
+        raise NodeError("it does not start")
+
+    monkeypatch.setattr(backend, "_remove", not_at_first)
+    monkeypatch.setattr(backend.driver, "start", fails)
+    with pytest.raises(NodeError, match="it does not start"):
+        await backend.launch(yard.plan(backend.node))
+    async with asyncio.timeout(20):
+        while tries < 3 or backend._releases:  # noqa: ASYNC110 - it tells nobody
+            await asyncio.sleep(0.01)
+    assert await backend.reap(frozenset()) == ()
+
+
 async def test_an_edge_that_cannot_start_leaves_no_group(leftovers: object, yard: Yard) -> None:
     """When the agent's program is missing, `open` fails with the holder's words and removes what it made."""
     from dsec.errors import NodeError
