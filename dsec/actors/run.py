@@ -233,13 +233,17 @@ async def serve(kind: str, config: Config) -> None:
     for signum in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signum, over.set)
     async with _KINDS[kind](config) as actor:
-        said = {"ready": kind, "name": actor.name, "pid": os.getpid(), "loop": loop_name()}
-        sys.stdout.write(msgspec.json.encode(said).decode() + "\n")
-        sys.stdout.flush()
+        _say({"ready": kind, "name": actor.name, "pid": os.getpid(), "loop": loop_name()})
         collecting = asyncio.ensure_future(garbage.keep())
         await over.wait()
         collecting.cancel()
         log.info("run.stopping", kind=kind, name=actor.name)
+
+
+def _say(what: dict[str, object]) -> None:
+    """One line for who has started this process."""
+    sys.stdout.write(msgspec.json.encode(what).decode() + "\n")
+    sys.stdout.flush()
 
 
 def run_actor(kind: str, config: Config) -> int:
@@ -250,8 +254,7 @@ def run_actor(kind: str, config: Config) -> int:
     except (DsecError, OSError) as error:  # of the latter a read-only disk is one
         log.error("run.failed", kind=kind, error=str(error))
         with contextlib.suppress(OSError):
-            sys.stdout.write(msgspec.json.encode({"failed": kind, "error": str(error)}).decode() + "\n")
-            sys.stdout.flush()
+            _say({"failed": kind, "error": str(error)})
         return 1
     return 0
 

@@ -17,7 +17,7 @@ import json
 import os
 import subprocess
 import tarfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -260,10 +260,10 @@ class DockerBackend(ContainerBackend):
         await self.engine.remove(container_name(ulid))
         await super()._release(ulid)
 
-    async def _tell(self, instance: ContainerInstance, status: dict[str, Any]) -> None:
+    async def _tell(self, instance: ContainerInstance, status: Mapping[str, Any]) -> None:
         ulid = instance.plan.ulid
         told = {"code": None, "signal": 9} if ulid in self._releases else await self.engine.ended(container_name(ulid))
-        await super()._tell(instance, status | told)
+        await super()._tell(instance, {**status, **told})
 
     async def last_exit(self, ulid: str) -> Exit | None:
         found = await super().last_exit(ulid)

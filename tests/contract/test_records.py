@@ -318,16 +318,3 @@ async def test_an_order_to_drain_is_there_after_a_restart(store: Store, tmp_path
             await store.open()
         assert store.drain == order
     await store.close()
-
-
-async def test_an_order_to_drain_is_there_after_a_restart(store: Store, tmp_path: Path) -> None:
-    """The last one, until it is taken back."""
-    assert store.drain == ""
-    for order in ("wait", "stop", ""):
-        await store.put_drain(order)
-        await _again(store, tmp_path)
-        if isinstance(store, SqliteStore):
-            store = SqliteStore(tmp_path)
-            await store.open()
-        assert store.drain == order
-    await store.close()

@@ -48,7 +48,7 @@ NO_LOOP = {
 }
 # Protocol and command line, no logs: {"ready": …} on standard output, usage before there is a configuration.
 SAYS = {
-    ("dsec/actors/run.py", "serve"),
+    ("dsec/actors/run.py", "_say"),
     ("dsec/actors/run.py", "main"),
     ("dsec/actors/up.py", "up"),
     ("dsec/actors/simulate.py", "simulate"),
