@@ -53,7 +53,7 @@ class Box:
 
     def there(self, number: int) -> bool:
         piece = self.path.read_bytes()[number * CHUNK : (number + 1) * CHUNK]
-        return self.filler.has(number) and piece == DATA[number * CHUNK : (number + 1) * CHUNK]
+        return bool(self.filler.have[number]) and piece == DATA[number * CHUNK : (number + 1) * CHUNK]
 
 
 @pytest.fixture
@@ -112,7 +112,7 @@ def test_a_run_that_breaks_off_leaves_nobody_waiting(box: Box, how: str) -> None
     assert box.there(6)
     assert told[0] is None
     assert isinstance(told[1], OSError)
-    assert not box.filler.has(7)
+    assert not box.filler.have[7]
 
 
 def fail() -> None:
