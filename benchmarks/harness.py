@@ -166,7 +166,7 @@ async def session(
 async def program(options: Namespace, name: str) -> bytes:
     """A static program that a benchmark runs inside, compiled once from `<name>.c` here."""
     out, source = Path(options.cache) / f"{name}-{native_arch()}", Path(__file__).with_name(f"{name}.c")
-    if not out.exists() or out.stat().st_mtime < source.stat().st_mtime:
+    if not out.exists() or out.stat().st_mtime < max(source.stat().st_mtime, Path(__file__).stat().st_mtime):  # the flags are here
         out.parent.mkdir(parents=True, exist_ok=True)
         await asyncio.to_thread(compile_files, native_arch(), out, [source], FLAGS)
     return await asyncio.to_thread(out.read_bytes)

@@ -210,7 +210,7 @@ async def test_c36_limits_hold_across_clients(box: Box) -> None:
 
         await asyncio.gather(*(use(client) for client in (a, b) for _ in range(20)))
     watching.cancel()
-    assert most == 7
+    assert 1 < most <= 7
 
 
 async def test_the_same_request_gives_the_same_sandboxes(box: Box) -> None:
