@@ -74,7 +74,7 @@ class Capture:
         image = await tools.in_thread(self._look)
         programs, subject = self.programs, self.subject
         argv = criu.dump_command(programs.criu, self.init, self.place, subject.freezer, image.upper, image.outside)
-        argv = [programs.launcher, "owner", str(subject.owner), str(self.init), *argv]
+        argv = [programs.launcher, "owner", str(subject.owner), str(self.init), str(os.getpid()), *argv]
         try:
             async with asyncio.timeout(criu.TIMEOUT):
                 await tools.run(argv, env={"LD_PRELOAD": programs.shim})

@@ -70,10 +70,11 @@ def look() -> tuple[Literal["ok", "missing"], str]:
     return "ok", f"criu {version} at {path}"
 
 
-def kernel_trouble(path: str) -> str:
-    """Why this kernel or these capabilities will not do; "" when they will. Blocks."""
+def kernel_trouble(path: str, *guard: str) -> str:
+    """Why this kernel or these capabilities will not do; "" when they will. Blocks. ``guard``: words before the command."""
     try:
-        asked = subprocess.run([path, "check"], capture_output=True, text=True, timeout=20, check=False, stdin=subprocess.DEVNULL)
+        argv = [*guard, path, "check"]
+        asked = subprocess.run(argv, capture_output=True, text=True, timeout=20, check=False, stdin=subprocess.DEVNULL)
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"it cannot check this kernel: {error}"
     if asked.returncode == 0:

@@ -34,7 +34,7 @@ class Snapshots:
         try:
             path, version = criu.find()
             shim = str(build.ensure(program="shim"))
-            self.missing = criu.kernel_trouble(path)
+            self.missing = criu.kernel_trouble(path, self._site.launcher, "guard", str(os.getpid()))  # what it begins ends with it
         except Unsupported as error:
             self.missing = error.message
         except build.BuildError as error:
