@@ -11,7 +11,6 @@ import ctypes
 import os
 import platform
 import select
-import sys
 import threading
 import time
 from pathlib import Path
@@ -66,7 +65,6 @@ class Hand:
             self._library.hand_wait.argtypes = (ctypes.c_int, ctypes.c_void_p)
             self._library.hand_arm.argtypes = self._library.hand_add.argtypes = (ctypes.c_int, ctypes.c_void_p)
             self._library.hand_remove.argtypes = (ctypes.c_int, ctypes.c_void_p)
-            self._library.hand_slice.argtypes = (ctypes.c_uint64,)
 
     def add(self, number: int, fd: int, journal: memoryview, have: bytearray, seen: bytearray, chunk: int) -> None:
         """A gate from now on; ``number`` is the caller's, and used once. ``journal``, ``have`` and ``seen`` (a byte for each chunk) are
@@ -121,9 +119,3 @@ class Hand:
         self._epoll.unregister(place.fd)
         while place.inside:
             time.sleep(0.001)
-
-    def slice(self, seconds: float) -> None:
-        """The calling thread wants to run for so long at a time: a short time comes first, a long one lets others in (Linux 6.12). Its
-        share of the processor stays what it is. Without the library nothing is done, nor for threads of another scheduling policy."""
-        if self._library is not None and (error := self._library.hand_slice(int(seconds * 1e9))):
-            sys.stderr.write(f"loader: no slice of {seconds} s: {os.strerror(error)}\n")

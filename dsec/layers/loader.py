@@ -60,8 +60,8 @@ class Worker:
         self.blobs: dict[int, Blob] = {}
         self.hand = Hand()
         self.pool = ThreadPoolExecutor(DEMAND, "fetch")
-        self.near = ThreadPoolExecutor(NEAR, "near", self.hand.slice, (LONG_S,))
-        self.spare = ThreadPoolExecutor(AHEAD, "ahead", self.hand.slice, (LONG_S,))
+        self.near = ThreadPoolExecutor(NEAR, "near", syscalls.run_slice, (LONG_S,))
+        self.spare = ThreadPoolExecutor(AHEAD, "ahead", syscalls.run_slice, (LONG_S,))
         self.local = ThreadPoolExecutor(LOCAL, "local")
         self.busy: list[threading.Thread] = []  # with the beginning or the end of a blob
         self.poll = select.epoll()
@@ -112,7 +112,7 @@ class Worker:
         """One of the threads that take events. It goes on with what it took, without a word to others, and leaves the gate to the next;
         one is always left to answer those whose chunks are there."""
         found = Found()
-        self.hand.slice(SHORT_S)
+        syscalls.run_slice(SHORT_S)
         while True:
             self.hand.wait(found)
             if (blob := self.served.get(found.number)) is not None:

@@ -53,6 +53,16 @@ async def test_environment_directory_and_user(link: Link) -> None:
     assert done.stdout.data() == b"60\n"
 
 
+@pytest.mark.parametrize("user", ["root", "nobody"])
+async def test_a_command_may_use_every_core(box: Box, link: Link, user: str) -> None:
+    """Where a command's process begins binds neither it nor the agent to that core."""
+    script = "grep Cpus_allowed_list: /proc/self/status"
+    mine = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("Cpus_allowed_list:"))
+    for _ in range(2):
+        assert (await run(link, "sh", "-c", script, user=user)).stdout.data() == f"{mine}\n".encode()
+    assert mine in Path(f"/proc/{box.pid}/status").read_text().splitlines()
+
+
 async def test_a_wrong_user_or_directory_is_named_with_a_fix(box: Box, link: Link, state_dir: Path) -> None:
     """Field, value and fix; the value is the sandbox's own where the order leaves it out. A user is looked up, so no errno is told."""
     with pytest.raises(NotFound) as caught:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
-import platform
 import socket
 import struct
 import threading
@@ -81,28 +79,6 @@ def test_first_readers_of_what_is_listed_are_answered_and_not_told_of(gate: Gate
     assert (found.kind, bytes(gate.seen[3:5])) == (MISSING, b"\1\1")
     gate.hand.arm(gate.number)
     os.close(other)
-
-
-def test_a_thread_asks_for_a_slice_of_its_own(library: str, capfd: pytest.CaptureFixture[str]) -> None:
-    """The wish is heard where the kernel knows it, in the calling thread only, and is no error where it does not."""
-    hand = Hand(library)
-    before = _slice()
-    thread = threading.Thread(target=lambda: (hand.slice(0.0123), seen.append(_slice())))
-    seen: list[int] = []
-    thread.start()
-    thread.join(10)
-    known = tuple(int(each) for each in platform.release().split(".")[:2] if each.isdecimal()) >= (6, 12)
-    assert seen == [12_300_000 if known else before]
-    assert _slice() == before
-    assert capfd.readouterr().err == ""
-
-
-def _slice() -> int:
-    """Of the calling thread: ``sched_runtime`` of sched_getattr(2), nanoseconds."""
-    number = {"x86_64": 315, "aarch64": 275}[platform.machine()]
-    words = (ctypes.c_uint64 * 7)()
-    assert ctypes.CDLL(None).syscall(ctypes.c_long(number), 0, ctypes.byref(words), ctypes.sizeof(words), 0) == 0
-    return words[3]
 
 
 def test_readers_of_what_is_there_are_answered_and_only_the_first_ones_are_told_of(gate: Gate) -> None:

@@ -35,19 +35,6 @@ static const uint32_t ONE_THREAD = EPOLLIN | 1U << 30; /* EPOLLONESHOT */
 extern long read(int, void *, size_t), write(int, const void *, size_t);
 extern int close(int), poll(struct pollfd *, unsigned long, int), epoll_wait(int, struct event *, int, int), epoll_ctl(int, int, int, struct event *);
 extern int *__errno_location(void);
-extern long syscall(long, ...);
-#ifdef __x86_64__
-enum { SCHED_SETATTR = 314, SCHED_GETATTR = 315 };
-#else
-enum { SCHED_SETATTR = 274, SCHED_GETATTR = 275 };
-#endif
-struct attributes { /* sched_attr */
-	uint32_t size, policy;
-	uint64_t flags;
-	int32_t nice;
-	uint32_t priority;
-	uint64_t runtime, deadline, period;
-};
 #define errno (*__errno_location())
 
 enum { SLOT = 64, RANGE = 6 /* FAN_EVENT_INFO_TYPE_RANGE, Linux 6.14 */ };
@@ -215,17 +202,4 @@ void hand_wait(int epoll, struct found *out)
 		}
 		hand_arm(epoll, gate);
 	}
-}
-
-/*
- * For how long at a time the calling thread wants to run, in nanoseconds; 0, or an errno. It gets no more and no less of the processor: who
- * asks for a short time comes before those who ask for a long one (Linux 6.12; older kernels take no notice).
- */
-int hand_slice(uint64_t nanoseconds)
-{
-	struct attributes attributes = {.size = sizeof attributes};
-	if (syscall(SCHED_GETATTR, 0L, &attributes, sizeof attributes, 0L))
-		return errno;
-	attributes.runtime = nanoseconds;
-	return attributes.policy ? 0 : syscall(SCHED_SETATTR, 0L, &attributes, 0L) ? errno : 0;
 }

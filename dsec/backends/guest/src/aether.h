@@ -7,6 +7,7 @@
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE
 #endif
+#include <sched.h>
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
@@ -259,6 +260,9 @@ enum { R_STARTED = 1, R_FAILED, R_EXITED, R_REMEMBERED };
 struct order { int32_t signum; uint32_t aim; };
 _Noreturn void chronus_main(const struct start *s, int sock, int in, int out, int err);
 void child_clean(int keep); /* after a fork: drop every descriptor above 2 but `keep` */
+struct core { cpu_set_t all; bool kept; };
+void core_keep(struct core *c); /* what is forked now begins on this core: parent and child call `core_free` next */
+void core_free(const struct core *c);
 
 /* service.c: what services share, in their own process. */
 bool service_known(const struct start *s);

@@ -28,8 +28,23 @@ struct launch {
     char **argv, **envp;
     const char *path, *cwd;
     int in, out, err;
+    struct core core;
     volatile int stage, error;
 };
+
+/* A new process begins where the kernel sees the least to do at that moment, which may be behind somebody's slice of some milliseconds,
+ * while our own core is free: a parent that waits for its child counts as busy there until it sleeps. */
+void core_keep(struct core *c) {
+    cpu_set_t here;
+    int cpu = sched_getcpu();
+    CPU_ZERO(&here);
+    if (cpu >= 0) CPU_SET(cpu, &here);
+    c->kept = !sched_getaffinity(0, sizeof c->all, &c->all) && CPU_COUNT(&c->all) > 1 && !sched_setaffinity(0, sizeof here, &here);
+}
+
+void core_free(const struct core *c) {
+    if (c->kept) sched_setaffinity(0, sizeof c->all, &c->all);
+}
 
 void child_clean(int keep) {
     /* The listener, the connections and other operations' pipes are none of a child's business. */
@@ -72,6 +87,7 @@ static int search_exec(struct launch *l) {
 
 static int command(void *arg) {
     struct launch *l = arg;
+    core_free(&l->core);
     setsid();
     if (l->s->flags & S_TTY && ioctl(l->in, TIOCSCTTY, 0)) return fail(l, AT_TTY, errno);
     if (dup2(l->in, 0) < 0 || dup2(l->out, 1) < 0 || dup2(l->err, 2) < 0) return fail(l, AT_FORK, errno);
@@ -322,7 +338,9 @@ _Noreturn void chronus_main(const struct start *s, int sock, int in, int out, in
     build_vectors(&l);
     l.cwd = s->cwd.n ? s->cwd.p : default_workdir;
     if (!s->cwd.n) workdir_make(&l.cred);
+    core_keep(&l.core);
     pid_t main_pid = clone(command, stack + sizeof stack, CLONE_VM | CLONE_VFORK | SIGCHLD, &l);
+    core_free(&l.core);
     if (main_pid < 0 || l.stage) {
         tell(sock, R_FAILED, main_pid < 0 ? AT_FORK : l.stage, main_pid < 0 ? errno : l.error);
         _exit(0);

@@ -101,7 +101,10 @@ void op_start(struct conn *c, uint32_t request, const uint8_t *body, size_t n) {
         fd[2] = fd[4] < 0 ? -1 : fcntl(fd[4], F_DUPFD_CLOEXEC, 3);
         if (fd[2] >= 0) pid = 0;
     } else if (make_channels(&s, fd)) {
+        struct core core;
+        core_keep(&core);
         pid = fork();
+        core_free(&core);
         if (pid == 0) chronus_main(&s, fd[1], fd[3] < 0 ? fd[5] : fd[3], fd[5], fd[7] < 0 ? fd[5] : fd[7]);
     }
     int err = errno;
