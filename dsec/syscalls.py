@@ -131,6 +131,7 @@ _NR = {
 }
 _ARCHES = ("x86_64", "aarch64")
 _KCMP = {"x86_64": 312, "aarch64": 272}  # older than the common table
+SHORT_SLICE = 0.0001  # seconds, the shortest that the kernel takes: for who does little at a time while others wait for it
 _SCHED = {"x86_64": (314, 315), "aarch64": (274, 275)}  # sched_setattr and sched_getattr, likewise
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -372,18 +373,19 @@ class _SchedAttr(ctypes.Structure):
     )
 
 
-def run_slice(seconds: float) -> bool:
-    """The calling thread wants to run for so long at a time: a short time comes first when it wakes, a long one lets others in. Its share
-    of the processor stays what it is, and what it starts has the usual slice. Linux 6.12; older kernels take no notice. False where the
-    wish was not taken: another scheduling policy than the usual one, or a kernel that refuses."""
+def run_slice(seconds: float = SHORT_SLICE, thread: int = 0) -> bool:
+    """A thread (0: the calling one) wants to run for so long at a time: a short time comes first when it wakes, a long one lets others in.
+    Its share of the processor stays what it is, and what it starts has the usual slice. Linux 6.12; older kernels take no notice. False
+    where the wish was not taken: another scheduling policy than the usual one, or a kernel that refuses."""
     numbers = _SCHED.get(platform.machine())
     attributes = _SchedAttr()
-    place, size, zero = ctypes.byref(attributes), ctypes.c_long(ctypes.sizeof(attributes)), ctypes.c_long(0)
-    if numbers is None or _libc.syscall(ctypes.c_long(numbers[1]), zero, place, size, zero) or attributes.policy:
+    place, size = ctypes.byref(attributes), ctypes.c_long(ctypes.sizeof(attributes))
+    whom, zero = ctypes.c_long(thread), ctypes.c_long(0)
+    if numbers is None or _libc.syscall(ctypes.c_long(numbers[1]), whom, place, size, zero) or attributes.policy:
         return False
     attributes.flags |= 1  # SCHED_FLAG_RESET_ON_FORK
     attributes.runtime = round(seconds * 1e9)
-    return not _libc.syscall(ctypes.c_long(numbers[0]), zero, place, zero)
+    return not _libc.syscall(ctypes.c_long(numbers[0]), whom, place, zero)
 
 
 def waitid(pidfd: int, *, block: bool = False, keep: bool = False) -> tuple[int, int] | None:

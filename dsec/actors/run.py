@@ -41,7 +41,6 @@ from dsec.errors import Conflict, DsecError, InvalidRequest
 from dsec.model import check_edge_name
 
 log = structlog.get_logger("dsec.run")
-SLICE_S = 0.0001  # an actor's loop does little at a time and many wait for it: it does not wait for the slices of those who compute
 STREAM_PAUSE = 2.0  # seconds between attempts to see that the events stream is there
 
 
@@ -230,7 +229,7 @@ async def serve(kind: str, config: Config) -> None:
     # A sandbox holds a descriptor here while a request to it runs; the usual soft limit of 1,024 is for programs that use select().
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    syscalls.run_slice(SLICE_S)
+    syscalls.run_slice()
     over = asyncio.Event()
     loop = asyncio.get_running_loop()
     for signum in (signal.SIGTERM, signal.SIGINT):

@@ -523,6 +523,7 @@ def main() -> None:
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # one descriptor a sandbox, two a layer
     syscalls.set_child_subreaper()
+    syscalls.run_slice()
     syscalls.prctl(syscalls.PR_SET_NAME, ctypes.addressof(_COMM))
     paths = (options.socket, options.guest, options.launcher, sys.prefix, *options.keep)
     holder = Holder(_listen(options.socket), options.launcher, options.linger)

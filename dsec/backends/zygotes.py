@@ -141,6 +141,7 @@ class Zygotes(Core):
                     setsigmask=(),
                     setsigdef=(signal.SIGPIPE, signal.SIGINT, signal.SIGHUP, signal.SIGTERM),
                 )
+            syscalls.run_slice(thread=pid)  # a launch that waits for it does not wait for the slices of those who compute
             ours.settimeout(5.0)  # for sends; it reads one launch at a time and nothing else is sent
             self.zygotes[ours.fileno()] = Zygote(pid, syscalls.pidfd_open(pid), ours)
             self.epoll.register(ours.fileno(), select.EPOLLIN)

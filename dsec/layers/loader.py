@@ -49,7 +49,7 @@ _COMM = ctypes.create_string_buffer(b"dsec-loader")
 DEMAND, NEAR, AHEAD, LOCAL = 12, 4, 4, 4  # threads for what is waited for, what may be next, what a list says, what is on the disk
 SERVE = "serve"
 # Nobody waits for what is fetched ahead, and that is most of the work: who answers a reader, and the reader itself, come before it.
-SHORT_S, LONG_S = 0.0001, 0.02
+LONG_S = 0.02  # slices, in seconds
 RETRY_S = 1.0  # a blob that cannot be served is tried again
 BUSY, REST = 6, 10  # of FLUSH_S: flushed so often while chunks come; from the last chunk until the page cache of the blob is given back
 
@@ -112,7 +112,7 @@ class Worker:
         """One of the threads that take events. It goes on with what it took, without a word to others, and leaves the gate to the next;
         one is always left to answer those whose chunks are there."""
         found = Found()
-        syscalls.run_slice(SHORT_S)
+        syscalls.run_slice()
         while True:
             self.hand.wait(found)
             if (blob := self.served.get(found.number)) is not None:
