@@ -4,8 +4,10 @@ What is replaced, and why:
 
 * Delivery. nats-py queues each message and runs a subscription's callbacks one after another in a task; a full queue drops.
   `direct` subscriptions call a plain function from the reader instead: nothing queues here, TCP itself holds back the server.
+* Reading and writing. nats-py has a task for each; here both are done in the round of the loop in which there is something to do
+  (`nats_stream`).
 * ``flush()``. nats-py writes its PING straight to the transport, past the commands that still wait for its flusher task, so
-  the PONG may come back before they have left (seen under uvloop). Here the PING waits its turn in the same buffer.
+  the PONG may come back before they have left (seen under uvloop). Here the PING waits its turn.
 * A PONG after a flush's time-out. nats-py sets the result of a cancelled future, which ends its read loop for good.
 * Requests in flight when the connection breaks fail then, not at their own deadline.
 * A connection that takes nothing any more (half-open) is dropped, not closed: closing waits for what was written.
@@ -17,7 +19,6 @@ from __future__ import annotations
 import asyncio
 import re
 import sys
-import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -32,15 +33,13 @@ else:
         del sys.modules["aiohttp"]
 from nats import errors as nats_errors
 
+from dsec.bus.nats_stream import Over, Reader
 from dsec.bus.transport import Events, Msg, RawCallback
 from dsec.errors import Denied, InvalidRequest, Unavailable
 
 # The other modules take nats-py's names from here, so that this import is the first.
 __all__ = ["OUTGOING_LIMIT", "DirectClient", "Server", "nats_errors", "wire_headers"]
 
-READ_BUFFER = 256 * 1024
-SLICE = 32 * 1024  # bytes parsed between looks at the clock
-TURN = 0.001  # seconds that the reader may hold the loop
 OUTGOING_LIMIT = 2 * 1024 * 1024
 
 _BAD_SUBJECT = re.compile(r"[\s\x00]|^$|\.\.|^\.|\.$")
@@ -70,11 +69,12 @@ class DirectClient(Client):
         self._ask_prefix = ""
         self._ask_next = 0
         self._pinged: dict[asyncio.Future[Any], float] = {}
+        self._reader: Reader | None = None  # of a connection that is set up
         self.on_touch: Callable[[float], None] = lambda _: None
 
     # ------------------------------------------------------------------ sending
     def post(self, subject: str, data: bytes, reply: str, headers: Mapping[str, str] | None) -> None:
-        """Append one PUB or HPUB to the outgoing buffer and wake the flusher; never waits."""
+        """Send one PUB or HPUB; never waits."""
         if _BAD_SUBJECT.search(subject):
             raise InvalidRequest("not a subject that can be published to", field="subject", value=subject)
         size = len(data)
@@ -96,17 +96,21 @@ class DirectClient(Client):
         if not self.is_connected and self._pending_data_size + total > self._max_pending_size:
             self.events.counts["dropped"] += 1
             raise Unavailable("the bus is away and the outgoing buffer is full", fix="see that nats-server runs and is reachable")
-        if size > 4096:  # one copy less for bulk data
-            self._pending += (command, data, b"\r\n")
-        else:
-            self._pending.append(b"%b%b\r\n" % (command, data))
-        self._pending_data_size += len(command) + size + 2
         counts = self.events.counts
         counts["out_msgs"] += 1
         counts["out_bytes"] += size
-        self._kick()
+        if size > 4096:  # one copy less for bulk data
+            self._send(command, data, b"\r\n")
+        else:
+            self._send(b"%b%b\r\n" % (command, data))
 
-    def _kick(self) -> None:
+    def _send(self, *pieces: bytes) -> None:
+        """At once where nothing waits before it (uvloop gathers what is written in one round of the loop), else with the next flush."""
+        reader = self._reader
+        if reader is not None and not self._pending and self.is_connected and reader.write(*pieces):
+            return
+        self._pending += pieces
+        self._pending_data_size += sum(map(len, pieces))
         queue = self._flush_queue
         if queue is not None and queue.empty() and self.is_connected:
             queue.put_nowait(asyncio.get_running_loop().create_future())
@@ -123,9 +127,7 @@ class DirectClient(Client):
             self._pinged.clear()
         self._pongs.append(future)
         self._pinged[future] = asyncio.get_running_loop().time()
-        self._pending.append(b"PING\r\n")
-        self._pending_data_size += 6
-        await self._flush_pending()
+        self._send(b"PING\r\n")
 
     async def _process_pong(self) -> None:
         self._pings_outstanding = 0
@@ -165,26 +167,26 @@ class DirectClient(Client):
     def _command(self, text: str) -> None:
         if not self.is_connected:
             return  # replayed from _subs
-        line = text.encode()
-        self._pending.append(line)
-        self._pending_data_size += len(line)
-        self._kick()
+        self._send(text.encode())
 
-    async def _process_msg(self, sid: int, subject: bytes, reply: bytes, data: bytes, headers: bytes) -> None:
+    def _deliver(self, sid: int, subject: bytes, reply: bytes, data: bytes, headers: bytes | None) -> bool:
         callback = self._direct.get(sid)
         if callback is None:
-            try:
-                await super()._process_msg(sid, subject, reply, data, headers)
-            except UnicodeDecodeError as error:  # raised here it would end the read loop
-                self.events.emit("error", f"subject is not UTF-8: {error}")
-            return
+            return False
         counts = self.events.counts
         counts["in_msgs"] += 1
         counts["in_bytes"] += len(data)
         try:
-            callback(Msg(subject.decode(), data, reply.decode(), headers or None))
-        except Exception as error:  # noqa: BLE001 - anything that escaped would end the read loop for good
+            callback(Msg(subject.decode(), data, reply.decode(), headers))
+        except Exception as error:  # noqa: BLE001 - anything that escaped would end the connection
             self.events.emit("callback_error", f"{subject!r}: {error!r}", level="error")
+        return True
+
+    async def _process_msg(self, sid: int, subject: bytes, reply: bytes, data: bytes, headers: bytes) -> None:
+        try:
+            await super()._process_msg(sid, subject, reply, data, headers)
+        except UnicodeDecodeError as error:  # raised here it would end the read loop
+            self.events.emit("error", f"subject is not UTF-8: {error}")
 
     # ------------------------------------------------------------------ request and answer
     def ask(self, subject: str, data: bytes, headers: Mapping[str, str] | None) -> asyncio.Future[Msg]:
@@ -267,43 +269,24 @@ class DirectClient(Client):
             else:
                 return
 
-    async def _connect_to_server(self, s: Any) -> None:
-        await super()._connect_to_server(s)
-        # A wider reader: 32 KiB would take five rounds of the loop for one output chunk.
-        reader = getattr(self._transport, "_io_reader", None)
-        if reader is not None:
-            reader._limit = READ_BUFFER
-
-    async def _parse(self, data: bytes) -> None:
-        """Parse and deliver; gives way after each millisecond, since a buffer of small messages holds a thousand of them."""
-        if len(data) <= SLICE:
-            await self._ps.parse(data)
-            return
-        began = time.monotonic()
-        view = memoryview(data)
-        for start in range(0, len(data), SLICE):
-            await self._ps.parse(view[start : start + SLICE])  # type: ignore[arg-type]
-            if time.monotonic() - began > TURN:
-                await asyncio.sleep(0)
-                began = time.monotonic()
-
     async def _read_loop(self) -> None:
-        while not (self.is_closed or self.is_reconnecting or self._transport is None):
-            try:
-                data = await self._transport.read(READ_BUFFER)
-                if not data and self._transport.at_eof():
-                    await self._process_op_err(nats_errors.UnexpectedEOF())
-                    return
-                await self._parse(data)
-            except asyncio.CancelledError:
-                return
-            except (nats_errors.ProtocolError, OSError) as error:
-                await self._process_op_err(error)
-                return
-            except Exception as error:  # noqa: BLE001 - nats-py would stop reading and stay "connected"
-                self.events.emit("error", f"reader: {error!r}", level="error")
-                await self._process_op_err(error)
-                return
+        """nats-py starts this on each connection that is set up."""
+        streams = vars(self._transport)
+        reader = self._reader = Reader(streams["_io_writer"], streams["_io_reader"], self._deliver)
+        try:
+            while not (self.is_closed or self.is_reconnecting):
+                await self._ps.parse(await reader.others())
+        except asyncio.CancelledError:
+            return
+        except (nats_errors.Error, Over, OSError) as error:
+            await self._process_op_err(error)
+        except Exception as error:  # noqa: BLE001 - nats-py would stop reading and stay "connected"
+            self.events.emit("error", f"reader: {error!r}", level="error")
+            await self._process_op_err(error)
+        finally:
+            reader.stop()
+            if self._reader is reader:
+                self._reader = None
 
 
 class _Replayed:
