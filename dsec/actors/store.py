@@ -292,7 +292,7 @@ class SqliteStore:
         try:
             return await asyncio.to_thread(read)
         except sqlite3.Error as error:
-            raise NodeError(f"the Edge's records cannot be read: {error}", reason="store") from error
+            raise self._wrong("the Edge's records cannot be read", error) from error
 
     async def close(self) -> None:
         """Everything posted before is written."""
@@ -350,7 +350,7 @@ class SqliteStore:
         except (Conflict, NodeError, OSError, sqlite3.Error, msgspec.MsgspecError) as error:
             self._unlock()
             ours = isinstance(error, Conflict | NodeError)
-            _tell(loop, opened, error=error if ours else NodeError(f"cannot open the Edge's records: {error}", reason="store"))
+            _tell(loop, opened, error=error if ours else self._wrong("cannot open the Edge's records", error))
             return
         _tell(loop, opened, records)
         batch: list[_Job] = []
@@ -404,13 +404,15 @@ class SqliteStore:
                 for job in batch:
                     self._commit(db, loop, [job])
                 return
-            future = batch[0][1]
             if not isinstance(error, sqlite3.IntegrityError):
                 log.error("store.write_failed", error=str(error))
-            _tell(loop, future, error=NodeError(f"record not written: {error}", reason="store"))
+            _tell(loop, batch[0][1], error=self._wrong("record not written", error))
             return
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
             loop.call_soon_threadsafe(_settle, [future for _, future, _ in batch])
+
+    def _wrong(self, text: str, error: Exception) -> NodeError:
+        return NodeError(f"{text} in {self._dir}: {error}", reason="store")
 
     def _connect(self) -> sqlite3.Connection:
         self._dir.mkdir(parents=True, exist_ok=True, mode=0o700)
