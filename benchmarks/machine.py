@@ -5,11 +5,37 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 SETTLE = 20.0  # seconds in which the kernel frees what belongs to the dead
+CGROUPS = Path("/sys/fs/cgroup")
+NAMED = 10  # of what is left, at most
+_KERNEL = 0x00200000  # PF_KTHREAD
 
-Figures = dict[str, int]
+
+class Process(NamedTuple):
+    """``resident``: bytes of its own, without those of files."""
+
+    parent: int
+    name: str
+    resident: int = 0
+
+
+Processes = Mapping[int, Process]
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """What there is at one moment. ``pids``: processes that belong to the run, with all that they start."""
+
+    pids: frozenset[int]
+    counts: dict[str, int]
+    available: int
+    groups: frozenset[str]
+    running: Processes
 
 
 def available() -> int:
@@ -29,7 +55,7 @@ def free_by_core(zoneinfo: str) -> int:
 
 def memory_cgroups() -> int:
     """Memory groups that the kernel holds, removed ones that are still charged included."""
-    stat = Path("/sys/fs/cgroup/cgroup.stat")
+    stat = CGROUPS / "cgroup.stat"
     if stat.exists():
         return sum(
             int(line.split()[1]) for line in stat.read_text().splitlines() if line.startswith(("nr_descendants", "nr_dying_descendants"))
@@ -37,18 +63,48 @@ def memory_cgroups() -> int:
     return next(int(line.split()[2]) for line in Path("/proc/cgroups").read_text().splitlines() if line.startswith("memory\t"))
 
 
-def figures(pids: list[int]) -> Figures:
-    """``pids``: processes whose descriptors are counted."""
-    return {
-        "memory_cgroups": memory_cgroups(),
+def running() -> Processes:
+    """Every process but the kernel's own, which come and go as the kernel likes."""
+    return {pid: process for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if (process := _process(pid)) is not None}
+
+
+def _process(pid: int) -> Process | None:
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+        resident, shared = Path(f"/proc/{pid}/statm").read_text().split()[1:3]
+    except OSError:  # it has ended
+        return None
+    fields = text.rpartition(")")[2].split()
+    if int(fields[6]) & _KERNEL:
+        return None
+    name = text[text.index("(") + 1 : text.rindex(")")]
+    return Process(int(fields[1]), name, (int(resident) - int(shared)) * os.sysconf("SC_PAGE_SIZE"))
+
+
+def own(before: Processes, now: Processes, pids: frozenset[int]) -> Iterator[int]:
+    """Who of ``now`` belongs to a run (pure): ``pids`` and what they started, and new ones that are nobody's, which init has taken over.
+    What others start on this machine meanwhile is theirs: it descends from somebody who was there ``before``."""
+    for pid in now:
+        line = [pid]
+        while (parent := now[line[-1]].parent) in now and parent != 1:
+            line.append(parent)
+        if not pids.isdisjoint(line) or before.keys().isdisjoint(line):
+            yield pid
+
+
+def look(pids: Collection[int]) -> State:
+    """``pids``: processes that belong to the run; their descriptors are counted. Takes a moment where there are thousands of processes."""
+    groups = frozenset(folder for folder, _, _ in os.walk(CGROUPS / "memory" if (CGROUPS / "memory").exists() else CGROUPS))
+    counts = {
+        "memory_cgroups": len(groups),
+        "dying_memory_cgroups": memory_cgroups() - len(groups),
         "mounts": len(Path("/proc/self/mountinfo").read_text().splitlines()),
-        "processes": sum(entry.isdigit() for entry in os.listdir("/proc")),
         "descriptors": sum(_count(f"/proc/{pid}/fd") for pid in pids),
-        "available_mib": available() >> 20,
     }
+    return State(frozenset(pids), counts, available(), groups, running())
 
 
-def cpu_ms(pids: list[int]) -> float:
+def cpu_ms(pids: Collection[int]) -> float:
     """Milliseconds of CPU that processes have used, in user and kernel mode."""
     ticks = 0
     for pid in pids:
@@ -67,13 +123,35 @@ def _count(path: str) -> int:
         return 0
 
 
-async def left(before: Figures, pids: list[int]) -> Figures:
-    """What there is more of than before (memory: less of, in MiB), once it no longer falls or `SETTLE` has passed."""
+def more(before: State, now: State) -> dict[str, object]:
+    """What there is more of than before (pure): counts, memory (less of it available, and of that what the run's processes have, in MiB),
+    and in ``named`` which groups and processes."""
+    found: dict[str, object] = {name: now.counts[name] - count for name, count in before.counts.items()}
+    ours, theirs = set(own(before.running, now.running, now.pids)), set(own(before.running, before.running, before.pids))
+    found["processes"] = len(ours) - len(theirs)
+    found["memory_mib"] = (before.available - now.available) >> 20
+    found["processes_mib"] = (sum(now.running[pid].resident for pid in ours) - sum(before.running[pid].resident for pid in theirs)) >> 20
+    named = [*sorted(now.groups - before.groups), *(f"{now.running[pid].name} ({pid})" for pid in sorted(ours - theirs))]
+    if found["processes"] or now.groups != before.groups:
+        found["named"] = named[:NAMED]
+    return found
+
+
+async def left(before: State) -> dict[str, object]:
+    """What there is `more` of than before, once nothing is or `SETTLE` has passed; and in ``without_caches`` how that is when the kernel
+    has dropped what it keeps of files only because nobody needs the memory: a removed group stays while a page is charged to it."""
     end = time.monotonic() + SETTLE
     while True:
-        now = figures(pids)
-        more = {name: now[name] - before[name] for name in before if name != "available_mib"}
-        more["memory_mib"] = before["available_mib"] - now["available_mib"]
-        if time.monotonic() > end or all(more[name] <= 2 for name in ("memory_cgroups", "mounts", "processes")):
-            return more
+        found = more(before, await asyncio.to_thread(look, before.pids))
+        if time.monotonic() > end or not any(found[name] for name in ("memory_cgroups", "dying_memory_cgroups", "mounts", "processes")):
+            break
         await asyncio.sleep(0.5)
+    await asyncio.to_thread(drop_caches)
+    found["without_caches"] = more(before, await asyncio.to_thread(look, before.pids))
+    return found
+
+
+def drop_caches() -> None:
+    """Of files, directories and inodes. What is dirty is written first. Blocks for a second or so."""
+    os.sync()
+    Path("/proc/sys/vm/drop_caches").write_text("3")

@@ -21,7 +21,7 @@ async def run(options: Namespace) -> dict[str, object]:
             await harness.answered(sandbox)
             features = await harness.features(session, sandbox)
         pids = [session.edge.pid, *harness.holders(str(session.cluster.dir))]
-        before = machine.figures(pids)
+        empty = await density.before(session)
         live: list[libdsec.Sandbox] = []
         await density.fill(session, spec, options.singles, live, 500)
         times = []
@@ -40,7 +40,7 @@ async def run(options: Namespace) -> dict[str, object]:
         wrong = [outcome for outcome in outcomes if outcome.error is not None]
         if wrong or len(outcomes) != options.n:
             raise harness.WrongAnswer(f"{len(outcomes)} of {options.n} were stopped, {len(wrong)} with an error: {wrong[:3]}")
-        remains = await machine.left(before, pids)
+        remains = await machine.left(empty)
     return {
         "stop_ms_p50": harness.rounded(harness.percentile(times, 50)),
         "stop_1000_s": harness.rounded(seconds * 1000 / options.n, 3),

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import random
 import statistics
+import subprocess
 from types import ModuleType
 
 import pytest
@@ -157,3 +159,44 @@ def test_free_pages_of_the_cores_own_lists_are_available() -> None:
               high:     1818
 """
     assert machine.free_by_core(text) == 100 * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_what_others_start_is_not_left_by_a_run() -> None:
+    """A run is what it was started as, all below it, and new orphans; who was there before, and what that starts, is not."""
+    init, shell, edge = machine.Process(0, "init"), machine.Process(1, "bash"), machine.Process(100, "python")
+    before = {1: init, 50: shell, 100: machine.Process(50, "python"), 101: edge}
+    now = before | {
+        200: machine.Process(101, "dsec-zygote"),
+        201: machine.Process(200, "dsec-zygote"),
+        300: machine.Process(50, "make"),
+        301: machine.Process(300, "cc"),
+        400: machine.Process(1, "aether"),
+        401: machine.Process(400, "chronus"),
+    }
+    assert sorted(machine.own(before, now, frozenset({100}))) == [100, 101, 200, 201, 400, 401]
+    assert sorted(machine.own(before, before, frozenset({100}))) == [100, 101]
+
+
+def test_what_is_left_is_named() -> None:
+    """Counts, memory and what it went to, and the groups and processes that are new; nothing is named where nothing is left."""
+    mib = 1 << 20
+    counts = {"memory_cgroups": 1, "dying_memory_cgroups": 3, "mounts": 5, "descriptors": 9}
+    before = machine.State(frozenset({7}), counts, 900 * mib, frozenset({"/a"}), {7: machine.Process(1, "python", 10 * mib)})
+    same = dataclasses.replace(before, counts=counts | {"dying_memory_cgroups": 2}, available=800 * mib)
+    found = {"memory_cgroups": 0, "dying_memory_cgroups": -1, "mounts": 0, "descriptors": 0}
+    assert machine.more(before, same) == found | {"processes": 0, "memory_mib": 100, "processes_mib": 0}
+    running = {7: machine.Process(1, "python", 30 * mib), 8: machine.Process(7, "aether", mib)}
+    now = dataclasses.replace(before, groups=frozenset({"/a", "/a/b"}), running=running)
+    found = machine.more(before, now)
+    assert (found["processes"], found["processes_mib"], found["named"]) == (1, 21, ["/a/b", "aether (8)"])
+
+
+def test_a_process_of_this_run_is_seen() -> None:
+    """A child of this process belongs to it while it lives; the kernel's own threads are nobody's."""
+    mine = frozenset({os.getpid()})
+    before = machine.running()
+    with subprocess.Popen(["sleep", "60"]) as child:
+        now = machine.running()
+        assert child.pid in set(machine.own(before, now, mine)) - set(machine.own(before, before, mine))
+        child.kill()
+    assert not any(process.name.startswith("kworker") for process in now.values())
