@@ -332,7 +332,6 @@ async def test_unpacking_a_damaged_image_is_a_typed_error_or_harmless(
 @pytest.mark.timeout(400)
 async def test_the_debian_base_has_an_agents_tools_and_nothing_of_this_machine(store: LayerStore, tmp_path: Path) -> None:
     """Made in under 90 s, under 300 MB; python and git work; no host name, resolver, package list or mount stays."""
-    before = Path("/proc/self/mountinfo").read_text()
     started = time.monotonic()
     lines: list[str] = []
     ref = await bootstrap.bootstrap_debian(store, progress=lines.append)
@@ -341,7 +340,8 @@ async def test_the_debian_base_has_an_agents_tools_and_nothing_of_this_machine(s
     print(f"debian-12: {took:.0f} s, {info.size / 1e6:.0f} MB")
     assert lines
     assert info.size < 300e6
-    assert Path("/proc/self/mountinfo").read_text() == before
+    mounts = Path("/proc/self/mountinfo").read_text().splitlines()
+    assert not [line for line in mounts if str(tmp_path) in line or "mmdebstrap" in line]  # of others there may be any
     said = await enter(
         store,
         ref,

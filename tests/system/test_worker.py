@@ -136,6 +136,29 @@ print("flooded")
         assert await inside(worker, "print(len(await dsec.list()))") == "0\n"
 
 
+async def test_many_creates_at_once_are_made_or_refused(client: Client, cluster: Cluster) -> None:
+    """Two hundred from one worker: each is there or hears why not, others are served meanwhile, and all end with the worker."""
+    async with client.sandbox("small", **CHILD) as users, client.sandbox("small", **{**WORKER, "memory": "256MiB"}) as worker:
+        program = """
+from dsec.errors import DsecError
+async def one():
+    try:
+        sandbox = await dsec.create("small", timeout=90, **CHILD)
+        return (await sandbox.exec("echo there")).stdout.text.strip()
+    except DsecError as error:
+        return type(error).__name__
+found = await asyncio.gather(*(one() for _ in range(200)))
+print(json.dumps({word: found.count(word) for word in found}))
+"""
+        asking = asyncio.create_task(inside(worker, program, timeout=120))
+        while not asking.done():
+            assert (await users.exec("echo served")).stdout == b"served\n"
+        found = json.loads(await asking)
+        assert sum(found.values()) == 200
+        assert set(found) <= {"there", "Busy", "DeadlineExceeded"}
+        assert found["there"]
+
+
 async def test_connections_without_number_or_word_end(client: Client, cluster: Cluster) -> None:
     """Two thousand connections of which none says a word: few are taken at one time, each is ended after a while; then the way is free."""
     async with client.sandbox("small", **{**WORKER, "nofile": 4096}) as worker:
