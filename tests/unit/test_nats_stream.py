@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
+
 from dsec.bus import nats_stream
 from dsec.bus.nats_stream import Over, Splitter
 
