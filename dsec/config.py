@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import json
 import os
+import socket
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,7 +21,7 @@ from msgspec import Meta
 
 from dsec import syscalls
 from dsec.errors import InvalidRequest, Unsupported
-from dsec.model import GIB
+from dsec.model import GIB, check_edge_name
 
 ENV_FILE = "DSEC_CONFIG"
 ENV_PREFIX = "DSEC_"
@@ -224,6 +225,15 @@ def rooms() -> dict[str, type[Room]]:
     """Room name -> its Struct, in the order of the file."""
     hints = get_type_hints(Config)
     return {name: hints[name] for name in Config.__struct_fields__}
+
+
+def edge_name(config: Config) -> str:
+    """The configured name, or the host's as far as it is usable."""
+    if config.edge.name:
+        return check_edge_name(config.edge.name)
+    host = socket.gethostname().split(".")[0].lower()
+    made = "".join(c if c.isascii() and c.isalnum() else "-" for c in host).strip("-")[:40].strip("-")
+    return check_edge_name(made or "node")
 
 
 def load(path: str | os.PathLike[str] | None = None, environ: Mapping[str, str] | None = None) -> Config:

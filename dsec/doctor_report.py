@@ -19,12 +19,31 @@ class Check(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     fix: str = ""
 
 
+class Running(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """An Edge of this machine that serves, as its last heartbeat tells. ``pools``: launches that found their parts made ahead, and all.
+    ``trouble``: why nothing is known of it."""
+
+    edge: str
+    url: str
+    trouble: str = ""
+    sandboxes: int = 0
+    pools: dict[str, tuple[int, int]] = {}
+
+    def text(self) -> str:
+        """In one line."""
+        if self.trouble:
+            return f"{self.url}: {self.trouble}"
+        ahead = ", ".join(f"{name} {found} of {launches}" for name, (found, launches) in sorted(self.pools.items()))
+        return f"{self.url}: {self.sandboxes} sandboxes" + (f"; launches with parts made ahead: {ahead}" if ahead else "")
+
+
 class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """All checks of one node."""
+    """All checks of one node, and the Edges that serve there."""
 
     node: str
     kernel: str
     checks: tuple[Check, ...]
+    running: tuple[Running, ...] = ()
 
     def get(self, name: str) -> Check:
         """The check of that name. Raises `KeyError`."""
@@ -48,6 +67,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
                 lines.append(f"{indent}{check.consequence}")
             if check.status != "ok" and check.fix:
                 lines.append(f"{indent}fix: {check.fix}")
+        lines += [f"{'running':<8}  {each.edge:<{width}}  {each.text()}" for each in self.running]
         counts = {status: sum(check.status == status for check in self.checks) for status in ("ok", "fallback", "missing")}
         lines.append(", ".join(f"{count} {status}" for status, count in counts.items()))
         return "\n".join(lines)

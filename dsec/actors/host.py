@@ -399,8 +399,10 @@ class Host:
 
     @property
     def pools(self) -> dict[str, tuple[int, int]]:
-        """How many launches of each backend found their namespaces made ahead, and how many there were; where such are made."""
-        return {name: (site.from_pool, site.launches) for name, site in self._sites.items() if site.launches}
+        """How many launches of each backend found their namespaces made ahead, and how many there were; where such are made. And by
+        "<backend> groups" how many found their groups."""
+        pools = {name: (site.from_pool, site.launches) for name, site in self._sites.items() if site.launches}
+        return pools | {f"{name} groups": (self._sites[name].from_stock, launches) for name, (_, launches) in pools.items()}
 
     @property
     def drivers(self) -> dict[str, str]:

@@ -13,7 +13,6 @@ import logging
 import os
 import resource
 import signal
-import socket
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -38,7 +37,6 @@ from dsec.bus.events import EventPublisher
 from dsec.bus.streams import EventsConfig, ensure_events_stream
 from dsec.config import Config
 from dsec.errors import Conflict, DsecError, InvalidRequest
-from dsec.model import check_edge_name
 
 log = structlog.get_logger("dsec.run")
 STREAM_PAUSE = 2.0  # seconds between attempts to see that the events stream is there
@@ -95,15 +93,6 @@ async def _until(what: str, ask: Callable[[], Awaitable[Any]]) -> Any:
             pause = min(2.0, pause * 2)
 
 
-def edge_name(config: Config) -> str:
-    """The configured name, or the host's as far as it is usable."""
-    if config.edge.name:
-        return check_edge_name(config.edge.name)
-    host = socket.gethostname().split(".")[0].lower()
-    made = "".join(c if c.isascii() and c.isalnum() else "-" for c in host).strip("-")[:40].strip("-")
-    return check_edge_name(made or "node")
-
-
 @asynccontextmanager
 async def scheduler(config: Config) -> AsyncIterator[Scheduler]:
     """A serving Scheduler."""
@@ -136,7 +125,7 @@ async def watcher(config: Config) -> AsyncIterator[Watcher]:
 @asynccontextmanager
 async def edge(config: Config) -> AsyncIterator[Edge]:
     """A serving Edge: its records are read, its fence is read, what lives is adopted."""
-    name = edge_name(config)
+    name = configs.edge_name(config)
     configs.check_root(config.edge)
     async with AsyncExitStack() as stack:
         store = SqliteStore(config.edge.state_dir)

@@ -357,6 +357,7 @@ class ContainerBackend:
         if plan.disk_mode != "tmpfs" or plan.wiring is not None:
             await self._in(self._makers, self._make_directory, plan, driver)
         has_quota = await self._stock.give(plan.ulid, limits)
+        self.site.from_stock = self._stock.given
         return Place(self._cgroups.order(plan.ulid, limits, has_quota=has_quota), self.socket_path(plan.ulid), None)
 
     def _make_directory(self, plan: LaunchPlan, driver: Driver) -> None:

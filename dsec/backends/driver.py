@@ -31,6 +31,7 @@ class Site:
         self.by_paths = False  # overlays by paths, not by descriptors: the holder knows what its kernel can
         self.cgroup_v2 = False
         self.launches = self.from_pool = 0  # by zygotes; those of them whose namespaces had been made ahead
+        self.from_stock = 0  # and those whose groups had been
         self.upcoming: Callable[[int], Sequence[int]] = lambda _: ()  # slots of the sandboxes that will be next, as many as are asked for
         self.masked_directories: frozenset[str] = frozenset()
         self.mappable: frozenset[str] = frozenset()  # disk modes whose file system can be id-mapped

@@ -26,6 +26,7 @@ class Stock:
     def __init__(self, groups: Cgroups, live: Callable[[], int], spawn: Callable[[Coroutine[Any, Any, None]], object]) -> None:
         self._spares = Spares(groups)
         self._live, self._spawn = live, spawn
+        self.given = 0  # spares that became a sandbox's
         self._works = False
         self._last = 0.0
         self._closed = False
@@ -36,9 +37,10 @@ class Stock:
     async def give(self, name: str, limits: Limits) -> bool:
         """Make a spare the group ``name``, where one is there. True when it has the quota of ``limits``."""
         self._last = time.monotonic()
-        if (spare := self._spares.take(limits)) is None:
+        if (spare := self._spares.take(limits)) is None or not await asyncio.to_thread(self._spares.become, spare, name):
             return False
-        return await asyncio.to_thread(self._spares.become, spare, name) and spare.cpus == limits.cpus
+        self.given += 1
+        return spare.cpus == limits.cpus
 
     def settle(self) -> None:
         """A sandbox was launched, or has ended: see that there are as many spares as there should be."""

@@ -434,7 +434,8 @@ class Heartbeat(Message, frozen=True, kw_only=True):
     arch: str = ""
     backends: tuple[str, ...] = ()
     drivers: dict[str, str] = {}  # what starts the sandboxes of a backend: {"container": "native"}
-    pools: dict[str, tuple[int, int]] = {}  # launches of a backend since the Edge started: with namespaces made ahead, and all
+    # Launches of a backend since the Edge started: with namespaces made ahead, and all; "<backend> groups": with groups made ahead.
+    pools: dict[str, tuple[int, int]] = {}
     devices: tuple[str, ...] = ()
     labels: dict[str, str] = {}
     load: NodeLoad

@@ -16,7 +16,9 @@ import libdsec
 from dsec import config as configs
 from dsec.actors.up import Cluster
 from dsec.actors.up import up as run_up
+from dsec.commands import running
 from dsec.config import BusConfig, Config, EdgeConfig
+from dsec.doctor_report import Running
 from dsec.errors import Conflict, InvalidRequest, NodeError
 from tests.integration.actors_box import SPEC
 
@@ -90,6 +92,20 @@ async def test_a_signal_ends_all_of_it_in_order(state_dir: Path, signum: int) ->
     _, errors = await asyncio.wait_for(up.process.communicate(), 20)
     assert up.process.returncode == 0
     assert errors == b""
+    await _gone(up.children)
+
+
+async def test_the_doctor_tells_of_it(state_dir: Path) -> None:
+    """Of each `dsec up` on this machine the doctor says what its Edge's heartbeat tells."""
+    up = await _start(state_dir)
+    async with libdsec.connect(up.said["url"]) as dsec, dsec.sandbox(SPEC), asyncio.timeout(20):
+        while True:
+            (found,) = [each for each in await running.here() if each.url == up.said["url"]]
+            if found.sandboxes:
+                break
+    assert found == Running(edge="n1", url=up.said["url"], sandboxes=1)
+    up.process.terminate()
+    assert await asyncio.wait_for(up.process.wait(), 20) == 0
     await _gone(up.children)
 
 

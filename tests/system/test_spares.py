@@ -101,6 +101,7 @@ async def test_sandboxes_in_spares_are_as_any(leftovers: object, yard: Yard, mon
     monkeypatch.setattr(backend._stock, "give", noted)
     boxes.append(await backend.launch(yard.plan(backend.node)))
     assert given == [True]
+    assert backend.site.from_stock == 1
     for file in (("cpu", QUOTA), ("cpu", "cpu.shares"), ("memory", "memory.limit_in_bytes"), ("pids", "pids.max")):
         first, second = (Path(backend._cgroups.path(file[0], box.plan.ulid), file[1]).read_text() for box in boxes)
         assert first == second, file

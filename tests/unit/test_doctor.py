@@ -12,7 +12,11 @@ import msgspec
 import pytest
 
 from dsec import doctor, doctor_probes
+from dsec.actors import noted
 from dsec.backends.guest import build
+from dsec.commands import running
+from dsec.config import dump, parse
+from dsec.doctor_report import Running
 
 pytestmark = pytest.mark.guest
 
@@ -38,6 +42,33 @@ def test_report_is_json_and_a_table(report: doctor.Report) -> None:
     table = report.table()
     for check in data["checks"]:
         assert check["name"] in table
+
+
+def test_edges_that_serve_are_told_with_their_pools() -> None:
+    """How many launches found parts made ahead, or why nothing is known."""
+    pools = {"container": (9, 12), "container groups": (0, 12)}
+    serving = Running(edge="n1", url="nats://h:1", sandboxes=3, pools=pools)
+    silent = Running(edge="n2", url="nats://h:2", trouble="no server")
+    told = doctor.Report(node="h", kernel="6", checks=(doctor.check("root"),), running=(serving, silent))
+    assert msgspec.json.decode(told.json(), type=doctor.Report) == told
+    lines = told.table().splitlines()
+    assert lines[-3:-1] == [
+        "running   n1    nats://h:1: 3 sandboxes; launches with parts made ahead: container 9 of 12, container groups 0 of 12",
+        "running   n2    nats://h:2: no server",
+    ]
+
+
+async def test_an_edge_whose_bus_is_away_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The doctor says so and goes on."""
+    file = tmp_path / "n1.toml"
+    file.write_text(dump(parse({"edge": {"name": "n1"}})))
+    monkeypatch.setattr(noted, "folder", lambda: tmp_path / "notes")
+    monkeypatch.setattr(running, "PATIENCE", 0.2)
+    monkeypatch.delenv("DSEC_CONFIG", raising=False)
+    with noted.noted(noted.Note(os.getpid(), "nats://127.0.0.1:1", str(file)), tmp_path / "notes"):
+        (found,) = await running.here()
+    assert (found.edge, found.url) == ("n1", "nats://127.0.0.1:1")
+    assert found.trouble
 
 
 def test_disabled_feature_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
