@@ -313,7 +313,15 @@ class ContainerBackend:
                 await self._holder.request("kill", ulid=plan.ulid)
             await asyncio.wait([steps], timeout=0.05)
         if not steps.cancelled() and steps.exception() is None:
-            await steps.result().stop()
+            await self._free(plan)
+
+    async def _free(self, plan: LaunchPlan) -> None:
+        """What a launch has made; as soon as it can be, for nobody else would come back for it."""
+        try:
+            await self.release(plan.ulid)
+        except (DsecError, OSError) as error:
+            log.error("container.not_freed", sandbox=plan.id, error=str(error), then="trying again")
+            self._spawn(runtime.until_done(functools.partial(self.release, plan.ulid), lambda: self._closed))
 
     async def _launch(self, plan: LaunchPlan) -> ContainerInstance:
         try:
@@ -336,13 +344,9 @@ class ContainerBackend:
             except BaseException as error:
                 self._instances.pop(plan.ulid, None)
                 detail = await driver.detail(plan) if not isinstance(error, asyncio.CancelledError) else ""
-                try:
-                    await self.release(plan.ulid)
-                except DsecError as left:  # nobody else would come back for it, and why it was not launched is what is told
-                    log.error("container.not_freed", sandbox=plan.id, error=str(left), then="trying again")
-                    self._spawn(runtime.until_done(functools.partial(self.release, plan.ulid), lambda: self._closed))
+                await self._free(plan)
                 if isinstance(error, Exception):
-                    raise Undone(f"launch failed: {error}{detail}", sandbox=plan.id, reason=getattr(error, "reason", "")) from error
+                    raise Undone(f"launch failed: {error}{detail}", sandbox=plan.id, reason=runtime.reason(error)) from error
                 raise
         finally:
             self._launching.discard(plan.ulid)

@@ -97,6 +97,6 @@ class RestoreDriver:
         try:
             async with aiofiles.open(path, encoding="utf-8", errors="replace") as file:
                 text = await file.read()
-        except FileNotFoundError:
+        except OSError:
             return ""
         return f": {criu.explain(text)[0]}" if text else ""

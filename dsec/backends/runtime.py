@@ -101,9 +101,19 @@ async def until_done(work: Callable[[], Awaitable[object]], over: Callable[[], b
     """Try what fails again, until it does not or it is ``over``."""
     while not over():
         await asyncio.sleep(AGAIN)
-        with contextlib.suppress(DsecError):
+        with contextlib.suppress(DsecError, OSError):
             await work()
             return
+
+
+_REASONS = {errno.EMFILE: "descriptors", errno.ENFILE: "descriptors", errno.ENOSPC: "disk", errno.EROFS: "disk"}
+
+
+def reason(error: Exception) -> str:
+    """The word of an error for programs: of the system's, whether it is descriptors or the disk that the node lacks."""
+    if isinstance(error, OSError):
+        return _REASONS.get(error.errno or 0, "")
+    return str(getattr(error, "reason", ""))
 
 
 async def through_cancels(task: asyncio.Task[None]) -> None:

@@ -212,7 +212,10 @@ async def test_a_runtime_that_hangs_is_given_up(leftovers: object, yard: Yard, m
     assert await backend.reap(frozenset()) == ()
 
 
-async def test_what_a_failed_launch_cannot_free_is_freed_later(leftovers: object, yard: Yard, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("first", ["typed", "system"])
+async def test_what_a_failed_launch_cannot_free_is_freed_later(
+    leftovers: object, yard: Yard, monkeypatch: pytest.MonkeyPatch, first: str
+) -> None:
     """The launch is told as what it is, and the sandbox's directory goes as soon as it can."""
     from dsec.backends import runtime
     from dsec.errors import NodeError
@@ -220,21 +223,25 @@ async def test_what_a_failed_launch_cannot_free_is_freed_later(leftovers: object
     monkeypatch.setattr(runtime, "AGAIN", 0.01)
     backend = await yard.backend()
     remove, tries = backend._remove, 0
+    errors: list[Exception] = [NodeError("the disk is read-only", reason="disk"), OSError(24, "Too many open files")]
+    if first == "system":
+        errors.reverse()
 
     def not_at_first(ulid: str) -> None:
         nonlocal tries
         tries += 1
         if tries < 3:
-            raise NodeError("the disk is read-only", reason="disk")
+            raise errors[tries - 1]
         remove(ulid)
 
     async def fails(*_: object) -> int:
-        raise NodeError("it does not start")
+        raise OSError(24, "Too many open files")
 
     monkeypatch.setattr(backend, "_remove", not_at_first)
     monkeypatch.setattr(backend.driver, "start", fails)
-    with pytest.raises(NodeError, match="it does not start"):
+    with pytest.raises(NodeError, match=r"launch failed: .*Too many open files") as caught:
         await backend.launch(yard.plan(backend.node))
+    assert caught.value.reason == "descriptors"
     async with asyncio.timeout(20):
         while tries < 3 or backend._releases:  # noqa: ASYNC110 - it tells nobody
             await asyncio.sleep(0.01)
