@@ -20,6 +20,7 @@ from dsec.backends.guest import wire
 from dsec.backends.guest.answers import MERGED, OwnFrames, Reader, Result, op_status, stat
 from dsec.backends.guest.channel import ChannelLost, Expected
 from dsec.backends.guest.connection import SILENCE, Connection
+from dsec.backends.guest.pace import pace
 from dsec.errors import NotFound, SandboxGone, Unavailable
 from dsec.model import ExecSpec, FileReply, FileRequest, OpStatus
 
@@ -116,11 +117,15 @@ class Link(Connection):
                 cols=spec.cols,
             )
         values = {"argv": spec.argv[0] if spec.argv else "", "user": spec.user, "cwd": spec.cwd, "session": spec.run_in}
+        with await pace().turn():
+            return await self._start(op, body, values, background=spec.background)
+
+    async def _start(self, op: str, body: bytes, values: dict[str, str], *, background: bool) -> OpStatus:
         loop = asyncio.get_running_loop()
         for attempt in range(3):
             channel = await self._open()
             started: asyncio.Future[object] = loop.create_future()
-            result = None if spec.background else Result(loop.create_future())
+            result = None if background else Result(loop.create_future())
 
             def feed(kind: int, value: object, started: asyncio.Future[object] = started, result: Result | None = result) -> bool:
                 if not started.done():
