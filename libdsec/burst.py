@@ -7,6 +7,7 @@ lease at once, what arrives later is dropped when it arrives, and what this clie
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
@@ -14,6 +15,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple, Self
 
 from dsec.bus import codec, subjects
+from dsec.bus.call import Asked
 from dsec.bus.messages import BurstNews, CancelRequest, CreateAck, CreateRequest, Empty, Failed, InfoReply, ReadyItem
 from dsec.bus.transport import Msg
 from dsec.errors import BurstError, DeadlineExceeded, DsecError, NodeError, SandboxGone, from_body, to_body
@@ -63,15 +65,33 @@ class Gathering:
     def begin(self) -> None:
         """Starts at once and waits for nothing."""
         self.client._gatherings[self.burst] = self
-        self._spawn(self._send(self.parts))
+        first: Asked[CreateAck] | None = None
+        if len(self.parts) == 1:  # on its way before anything else is done here
+            with contextlib.suppress(DsecError):  # `_send_part` finds out
+                wire, left = self.client._wire, self.until - asyncio.get_running_loop().time()
+                subject = subjects.api(wire.unit, "create", wire.caller)
+                first = Asked(wire.guard(), subject, self._request(self.parts[0], left), CreateAck, timeout=min(ACK, max(0.05, left)))
+        self._spawn(self._send(self.parts, first))
         self._spawn(self._look())
 
     def _spawn(self, work: object) -> None:
         task = asyncio.ensure_future(work)  # type: ignore[call-overload]
         self._tasks.append(task)
 
-    async def _send(self, parts: Sequence[Part]) -> None:
-        """Slices one after the other in the order of their indices, a few of them unacknowledged at a time."""
+    def _request(self, part: Part, left: float) -> CreateRequest:
+        return CreateRequest(
+            burst=part.burst,
+            slice=part.number,
+            specs=part.slice.specs,
+            items=part.slice.items,
+            inbox=self.client._inbox_of(part.burst),
+            deadline_ms=max(1, int(left * 1000)),
+            lease=self.client._leases.lease,
+        )
+
+    async def _send(self, parts: Sequence[Part], first: Asked[CreateAck] | None = None) -> None:
+        """Slices one after the other in the order of their indices, a few of them unacknowledged at a time. ``first``: the first attempt
+        with the only one."""
         gate = asyncio.Semaphore(8)
 
         async def one(part: Part) -> None:
@@ -80,14 +100,14 @@ class Gathering:
 
         try:
             if len(parts) == 1:
-                await self._send_part(parts[0])
+                await self._send_part(parts[0], first)
             else:
                 await asyncio.gather(*(one(part) for part in parts))
         except DsecError as error:
             self.fatal = error
             self.news.set()
 
-    async def _send_part(self, part: Part) -> None:
+    async def _send_part(self, part: Part, asked: Asked[CreateAck] | None = None) -> None:
         loop = asyncio.get_running_loop()
         wire = self.client._wire
         subject = subjects.api(wire.unit, "create", wire.caller)
@@ -95,17 +115,12 @@ class Gathering:
         pause = 0.05
         while not self.ledger.closed:
             left = self.until - loop.time()
-            request = CreateRequest(
-                burst=part.burst,
-                slice=part.number,
-                specs=part.slice.specs,
-                items=part.slice.items,
-                inbox=self.client._inbox_of(part.burst),
-                deadline_ms=max(1, int(left * 1000)),
-                lease=self.client._leases.lease,
-            )
             try:
-                await wire.ask(subject, request, CreateAck, timeout=min(ACK, max(0.05, left)))
+                if asked is not None:
+                    attempt, asked = asked, None
+                    await attempt
+                else:
+                    await wire.ask(subject, self._request(part, left), CreateAck, timeout=min(ACK, max(0.05, left)))
                 return
             except DsecError as error:
                 if not (is_silence(error) or error.retryable):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 import socket
 from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Mapping, Sequence
@@ -429,7 +430,14 @@ def _spec_of(image: str | SandboxSpec, options: Options) -> SandboxSpec:
         if options:
             raise _beside_a_spec(options)
         return image
+    if all(isinstance(value, _PLAIN) for value in options.values()) and isinstance(image, str):
+        plain: dict[str, Any] = {**options}
+        return _asked_before(image, **plain)
     return spec(image, **options)
+
+
+_PLAIN = (str, int, float, bool, type(None))
+_asked_before = functools.lru_cache(64, typed=True)(spec)  # a job asks for the same a thousand times; ``typed``: True is no number
 
 
 def _beside_a_spec(options: Options) -> InvalidRequest:

@@ -7,7 +7,6 @@ unless that Edge was declared lost.
 
 from __future__ import annotations
 
-import hashlib
 import random
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -73,15 +72,6 @@ def check_items(specs: int, items: Sequence[CreateItem], most: int = 100_000) ->
     return total
 
 
-def body_hash(specs: Sequence[msgspec.Raw], items: Sequence[CreateItem]) -> bytes:
-    """What makes two requests under one id the same request (remaining time and inbox may differ)."""
-    digest = hashlib.blake2b(digest_size=16)
-    for raw in specs:
-        digest.update(raw)
-    digest.update(msgspec.msgpack.encode(items))
-    return digest.digest()
-
-
 class Slice:
     """One slice of a burst on its way. ``deadline`` is monotonic."""
 
@@ -98,10 +88,9 @@ class Slice:
         inbox: str,
         deadline: float,
         lease: Lease | None,
-        digest: bytes,
     ) -> None:
         self.burst, self.number, self.principal, self.project = burst, number, principal, project
-        self.specs, self.needs, self.inbox, self.deadline, self.lease, self.digest = specs, needs, inbox, deadline, lease, digest
+        self.specs, self.needs, self.items, self.inbox, self.deadline, self.lease = specs, needs, items, inbox, deadline, lease
         self.waiting: list[CreateItem] = list(items)  # to be placed, as runs
         self.size = 2048 + sum(len(memoryview(raw)) + 256 for raw in specs) + 160 * sum(item.count for item in items)  # bytes, about
         self.out: set[int] = set()  # sent to an Edge, no answer yet
@@ -111,11 +100,16 @@ class Slice:
         self.told: set[int] = set()  # of those, the ones whose refusal is an Edge's
         self.without: dict[int, frozenset[str]] = {}  # Edges that lack what it needs (a layer)
         self.attempt = 0
+        self.repeated = False  # it came once more while it was not settled
         self.tell_at = 0.0  # when the caller hears next what it waits for
 
     @property
     def settled(self) -> bool:
         return not self.waiting and not self.out
+
+    def is_same(self, specs: Sequence[msgspec.Raw], items: Sequence[CreateItem]) -> bool:
+        """Whether this is the request that made it, once more (remaining time and inbox may differ)."""
+        return list(specs) == list(self.specs) and list(items) == list(self.items)
 
     def groups(self) -> dict[frozenset[str], list[CreateItem]]:
         """What waits, by the Edges that must not be asked again; empties `waiting`."""

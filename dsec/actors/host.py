@@ -16,7 +16,7 @@ import structlog
 
 from dsec.actors import capacity
 from dsec.backends.base import Backend, Capabilities, LaunchPlan
-from dsec.backends.plan import Node, make_plan
+from dsec.backends.plan import Node, another, make_plan
 from dsec.config import Config, PauseConfig
 from dsec.errors import Busy, InvalidRequest, NotFound, Unsupported
 from dsec.layers import stack
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from dsec.backends.layer_mounts import LayerMounts
 
 log = structlog.get_logger("dsec.host")
+ALIKE, ALIKE_BYTES = 64, 4096  # plans by which others of the same spec are made, and bytes of a spec that may be one of many
 PULL_PATIENCE = 1.0  # seconds that a create waits for a pull before it says that it goes on
 
 
@@ -131,7 +132,7 @@ class LayerPlanner:
 
     def __init__(self, backend: ContainerBackend, layers: NodeLayers, puller: Puller) -> None:
         self.puller = puller
-        layers.release = backend.drop_layer
+        layers.release = self._drop
         self.backend: Backend = backend
         self._container = backend
         self.layers = layers
@@ -155,7 +156,13 @@ class LayerPlanner:
         self._pins.take((ref.digest for ref in refs), mounted=True)
 
     def let_go(self, refs: tuple[LayerRef, ...]) -> None:
-        self._pins.give_back(ref.digest for ref in refs)
+        self._pins.give_back((ref.digest for ref in refs), self.mounts.holds)
+
+    async def _drop(self, digest: str) -> bool:
+        if not await self._container.drop_layer(digest):
+            return False
+        self._pins.unmounted(digest)
+        return True
 
     async def resolve(self, spec: SandboxSpec) -> Resolved:
         if spec.network.mode == "open":
@@ -194,7 +201,7 @@ class LayerPlanner:
         return tuple(name for name in names if name.startswith(prefix))
 
     async def forget(self, name: str, prefix: str) -> bool:
-        if not await forget(self.layers.store, name, prefix, self._container.drop_layer):
+        if not await forget(self.layers.store, name, prefix, self._drop):
             return False
         await asyncio.to_thread(self._container.snapshots.forget, name)
         return True
@@ -303,6 +310,7 @@ class Host:
         self.upcoming: Callable[[int], Sequence[int]] = lambda _: ()  # slots of the sandboxes that will be next
         self._keeping: list[asyncio.Task[None]] = []
         self._sites: dict[str, Site] = {}
+        self._plans: dict[tuple[bytes, tuple[LayerRef, ...]], tuple[Node, Sequence[LayerConfig | None], LaunchPlan]] = {}
 
     async def open(self) -> None:
         """Raises `Unsupported` when no backend at all can start; `missing` says why for each."""
@@ -385,8 +393,17 @@ class Host:
 
     def plan(self, spec: SandboxSpec, sandbox: SandboxId, slot: int, resolved: Resolved) -> LaunchPlan:
         """See `make_plan`; raises what it raises."""
-        configs: Sequence[LayerConfig | None] = resolved.configs
-        plan = make_plan(spec, id=sandbox, slot=slot, refs=resolved.refs, node=self.planner(spec).node, layer_configs=configs)
+        node, configs = self.planner(spec).node, resolved.configs
+        key = (msgspec.msgpack.encode(spec), resolved.refs)
+        alike = self._plans.get(key)
+        if alike is not None and alike[0] is node and alike[1] == configs:
+            plan = another(alike[2], spec, sandbox, slot, node)
+        else:
+            plan = make_plan(spec, id=sandbox, slot=slot, refs=resolved.refs, node=node, layer_configs=configs)
+            while len(self._plans) >= ALIKE:
+                del self._plans[next(iter(self._plans))]
+            if len(key[0]) <= ALIKE_BYTES:
+                self._plans[key] = (node, configs, plan)
         return msgspec.structs.replace(plan, processes=resolved.processes) if resolved.processes else plan
 
     @property

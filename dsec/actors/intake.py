@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from dsec.actors.edge import Edge
 
 TURNS = 2  # of the loop until a launch has been handed on: the thread that writes records would take the interpreter from it
+FEW, LATE = 16, 0.02  # so many sandboxes are answered for so late, in seconds: nobody waits for it, and a core would leave a launch for it
 ROUND = 64  # admissions between two looks of the loop at others: about 10 ms
 STARTING = (State.PENDING, State.CREATING)
 
@@ -133,6 +134,10 @@ class Intake:
                 self._enqueue(new)
                 for _ in range(TURNS):
                     await asyncio.sleep(0)
+            for done, sandbox in enumerate(new):
+                if done % ROUND == ROUND - 1:
+                    await asyncio.sleep(0)
+                sandbox.record.plan = msgspec.msgpack.encode(sandbox.plan)
             await edge.store.insert([sandbox.record for sandbox in new], [edge.outbox.row(event) for event in created])
             faults.reached("create.recorded")
             if not self._ahead:
@@ -158,6 +163,8 @@ class Intake:
         self._announce(request, new)
         faults.reached("create.announced")
         await self._known(request, known)
+        if not refused and len(request.items) <= FEW:
+            await asyncio.sleep(LATE)
         accepted = [sandbox.record.index for sandbox in new] + [index for index, _ in known]
         return LaunchReply(edge=edge.name, accepted=tuple(accepted), refused=tuple(refused), load=edge.load())
 
@@ -222,7 +229,6 @@ class Intake:
             slot=slot,
             layers=resolved.refs,
             degraded=plan.degraded,
-            plan=msgspec.msgpack.encode(plan),
             created_ts=time.time(),
         )
         sandbox = Sandbox(edge, edge.name, record, plan, edge.host.planner(spec).backend, slot)

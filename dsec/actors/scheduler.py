@@ -7,8 +7,9 @@ not placed). What a Scheduler remembers of a burst only serves repeats; a client
 from __future__ import annotations
 
 import asyncio
+import functools
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Awaitable, Iterable, Sequence
 
 import msgspec
 import structlog
@@ -20,6 +21,7 @@ from dsec.actors.placement import CAPACITY, Picture, Requirement, requirement
 from dsec.bus import codec, subjects
 from dsec.bus.actor import Context, Route, Verb
 from dsec.bus.bus import Bus
+from dsec.bus.call import Asked
 from dsec.bus.incarnations import Incarnations
 from dsec.bus.messages import (
     BurstNews,
@@ -41,9 +43,11 @@ from dsec.model import SandboxSpec, new_ulid
 
 log = structlog.get_logger("dsec.scheduler")
 _spec = msgspec.msgpack.Decoder(SandboxSpec)
+COMMON_BYTES = 4096  # of a spec that may be one of many alike, whose needs are remembered
 SPEC_BYTES = 400_000  # of one spec: an answer that repeats parts of it still fits one message
+FEW, LATE = 16, 0.02  # so many sandboxes are acknowledged so late, in seconds: nobody waits for it, and whoever hears it on a machine that
+# launches them takes a core from that
 MOST_TASKS = 10_000  # batches on their way to Edges, above which no more is taken on; each takes some 6 KiB
-TURNS = 2  # of the loop until the first batches have gone to their Edges: who waits for the acknowledgement waits for those
 FAILED_AT_ONCE = 1_000  # failures in one message: with their texts they stay far below the server's limit
 REPEATS = 64  # batches of one repeat that are asked for at once
 REPEAT = 9.0  # seconds in which an Edge must be there to tell once more what it holds: callers repeat every ten
@@ -148,7 +152,8 @@ class Scheduler:
 
     # ------------------------------------------------------------------ create
     async def _create(self, context: Context, request: CreateEnvelope) -> CreateAck:
-        """Checks, remembers, acknowledges. Raises what is wrong with the request as a whole."""
+        """Checks, remembers, places, acknowledges: what goes to Edges is on its way before that. Raises what is wrong with the request as
+        a whole."""
         caller = context.caller
         assert caller is not None
         if context.json:
@@ -157,16 +162,17 @@ class Scheduler:
             raise InvalidRequest("not a subject for news", field="inbox", value=request.inbox[:200], fix="use an inbox of your connection")
         if request.deadline_ms <= 0:
             raise DeadlineExceeded("the deadline had passed on arrival", field="deadline_ms", value=request.deadline_ms)
-        bursts.check_items(len(request.specs), request.items)
-        digest = bursts.body_hash(request.specs, request.items)
+        count = bursts.check_items(len(request.specs), request.items)
         key = (caller.principal, caller.project, request.burst, request.slice)
         known = self._slices.get(key)
         if known is not None:
-            if known.digest != digest:
+            if not known.is_same(request.specs, request.items):
                 raise Conflict("this id was used for another slice", field="burst", value=request.burst, reason="request_id_conflict")
             known.inbox = request.inbox
             if known.settled:
                 self._spawn(self._again(known))
+            else:
+                known.repeated = True
             return CreateAck(scheduler=self.name, known=True)
         if self._pending > self.config.pending_bytes or len(self._tasks) > MOST_TASKS:
             # What waits longer than its deadline is placed for nobody: better to say so while the caller can wait or go elsewhere.
@@ -184,13 +190,15 @@ class Scheduler:
             # A little early, so that the reason reaches the caller before its own clock ends the wait.
             deadline=loop.time() + request.deadline_ms / 1000 - min(0.25, request.deadline_ms / 10_000),
             lease=request.lease,
-            digest=digest,
         )
         taken.tell_at = loop.time() + TELL_AFTER
-        self._spawn(self._drive(taken))
         faults.reached("create.asked")
-        for _ in range(TURNS):
-            await asyncio.sleep(0)
+        self._pending += taken.size
+        wake = self._wakes[taken] = asyncio.Event()
+        self._spawn(self._drive(taken, wake))
+        self._place(taken, wake)
+        if count <= FEW:
+            await asyncio.sleep(LATE)
         return CreateAck(scheduler=self.name)
 
     def _spawn(self, coroutine: object) -> None:
@@ -203,19 +211,12 @@ class Scheduler:
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("scheduler.task_failed", error=repr(error), exc_info=error)
 
-    async def _drive(self, s: Slice) -> None:
-        """Place what waits, until all of the slice is accepted or has failed."""
+    async def _drive(self, s: Slice, wake: asyncio.Event) -> None:
+        """Place again what waits, until all of the slice, which was placed once, is accepted or has failed."""
         loop = asyncio.get_running_loop()
-        wake = self._wakes[s] = asyncio.Event()
-        self._pending += s.size
         try:
-            while True:
-                wake.clear()
+            while not s.settled:
                 left = s.deadline - loop.time()
-                if s.waiting and left > 0:
-                    self._place(s, wake)
-                if s.settled:
-                    return
                 if left <= 0:
                     self._tell_failed(s, s.expire())
                     return
@@ -224,16 +225,21 @@ class Scheduler:
                     pause = bursts.pause_before(s.attempt, self.config.retry_ms / 1000, self.config.retry_max_ms / 1000, self._rng)
                     s.attempt += 1
                     await asyncio.sleep(min(pause, left))
-                    continue
-                try:
-                    async with asyncio.timeout(left):
-                        await wake.wait()
-                except TimeoutError:
-                    continue
-                if s.waiting:  # refused: a moment, so that what was refused elsewhere in this round is placed with it
-                    pause = bursts.pause_before(s.attempt, self.config.retry_ms / 1000, self.config.retry_max_ms / 1000, self._rng)
-                    s.attempt += 1
-                    await asyncio.sleep(max(0.0, min(pause, s.deadline - loop.time())) if s.attempt > 1 else 0)
+                else:
+                    try:
+                        async with asyncio.timeout(left):
+                            await wake.wait()
+                    except TimeoutError:
+                        continue
+                    if s.waiting:  # refused: a moment, so that what was refused elsewhere in this round is placed with it
+                        pause = bursts.pause_before(s.attempt, self.config.retry_ms / 1000, self.config.retry_max_ms / 1000, self._rng)
+                        s.attempt += 1
+                        await asyncio.sleep(max(0.0, min(pause, s.deadline - loop.time())) if s.attempt > 1 else 0)
+                wake.clear()
+                if s.waiting and loop.time() < s.deadline:
+                    self._place(s, wake)
+            if s.repeated:  # who asked anew may have missed what was told meanwhile
+                self._spawn(self._again(s))
         finally:
             self._pending -= s.size
             del self._wakes[s]
@@ -245,13 +251,28 @@ class Scheduler:
                 if self._expected:  # one of them may be what is asked for
                     unplaced = [msgspec.structs.replace(row, final=False) for row in unplaced]
                 self._tell_failed(s, s.unplaced(unplaced))
-            for edge, pairs in chosen.items():
-                for batch in bursts.batches(edge, pairs, s.specs, self.config.slice_bytes):
-                    s.sent(batch)
-                    self._spawn(self._launch(s, batch, wake))
+            size = self.config.slice_bytes
+            todo = [batch for edge, pairs in chosen.items() for batch in bursts.batches(edge, pairs, s.specs, size)]
+            for batch in todo:
+                s.sent(batch)
+                # One alone leaves at once; of many each has a turn of the loop for itself.
+                self._spawn(self._launch(s, batch, wake, self._ask(s, batch) if len(todo) == 1 else None))
 
-    async def _launch(self, s: Slice, batch: Batch, wake: asyncio.Event) -> None:
-        """Hand one batch to its Edge, and ask the same Edge again for as long as its answer is unknown."""
+    def _ask(self, s: Slice, batch: Batch) -> Asked[LaunchReply] | None:
+        """The first attempt, on its way; None where it cannot be sent now."""
+        if batch.edge in self._lost:
+            return None
+        left = s.deadline - asyncio.get_running_loop().time()
+        timeout = min(left, self.config.launch_timeout_ms / 1000)
+        subject = subjects.edge(self.bus.unit, batch.edge, "launch")
+        faults.reached("create.sent")
+        try:
+            return Asked(self.bus.transport, subject, _launch_request(s, batch, left), LaunchReply, timeout=timeout)
+        except DsecError:
+            return None
+
+    async def _launch(self, s: Slice, batch: Batch, wake: asyncio.Event, asked: Asked[LaunchReply] | None) -> None:
+        """Hand one batch to its Edge, and ask the same Edge again for as long as its answer is unknown. ``asked``: the first attempt."""
         loop = asyncio.get_running_loop()
         subject = subjects.edge(self.bus.unit, batch.edge, "launch")
         try:
@@ -260,10 +281,14 @@ class Scheduler:
                     s.returned(batch, Unavailable("the node was lost", reason="node_lost"))
                     return
                 try:
-                    timeout = min(left, self.config.launch_timeout_ms / 1000)
-                    faults.reached("create.sent")
-                    request = _launch_request(s, batch, left)
-                    reply = await self._incarnations.ask((batch.edge,), self.bus.call(subject, request, LaunchReply, timeout=timeout))
+                    attempt: Awaitable[LaunchReply]
+                    if asked is not None:
+                        attempt, asked = asked, None
+                    else:
+                        timeout = min(left, self.config.launch_timeout_ms / 1000)
+                        faults.reached("create.sent")
+                        attempt = self.bus.call(subject, _launch_request(s, batch, left), LaunchReply, timeout=timeout)
+                    reply = await self._incarnations.ask((batch.edge,), attempt)
                 except Unavailable as error:
                     if error.reason == "no_responders":
                         self.picture.forget(batch.edge)
@@ -356,7 +381,7 @@ def _needs(specs: Sequence[msgspec.Raw]) -> list[Requirement]:
         if (size := len(memoryview(raw))) > SPEC_BYTES:
             raise InvalidRequest(f"is {size} bytes long, more than {SPEC_BYTES}", field=f"specs[{at}]", fix="put large values into files")
         try:
-            needs.append(requirement(_spec.decode(raw)))
+            needs.append(_need(bytes(raw)) if size <= COMMON_BYTES else requirement(_spec.decode(raw)))
         except msgspec.ValidationError:
             try:
                 codec.decode(bytes(raw), SandboxSpec)
@@ -364,6 +389,11 @@ def _needs(specs: Sequence[msgspec.Raw]) -> list[Requirement]:
                 raise InvalidRequest(error.message, field=f"specs[{at}].{error.field}", value=error.value) from None
             raise
     return needs
+
+
+@functools.lru_cache(1024)
+def _need(spec: bytes) -> Requirement:
+    return requirement(_spec.decode(spec))
 
 
 def _from_json(data: bytes) -> CreateEnvelope:

@@ -175,7 +175,7 @@ class Store(Protocol):
     async def close(self) -> None: ...
 
 
-LATER = 0.002  # seconds until the writer hears of a change that nobody waits for: it would take the interpreter from who is served
+LATER = 0.01  # seconds until the writer hears of a change that nobody waits for: it would take the interpreter from who is served
 COMPANY = 0.02  # seconds that a change which nobody waits for waits for others: one commit is one sync of the disk
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(Record).decode

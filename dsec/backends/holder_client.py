@@ -6,7 +6,6 @@ import array
 import asyncio
 import contextlib
 import itertools
-import json
 import os
 import socket
 import subprocess
@@ -104,7 +103,7 @@ class HolderClient:
         future: asyncio.Future[dict[str, Any]] = self._loop.create_future()
         self._waiting[number] = future
         try:
-            self._send(json.dumps({"id": number, "op": op, **fields}).encode(), tuple(fds))
+            self._send(msgspec.json.encode({"id": number, "op": op, **fields}), tuple(fds))
             answer = await future
         finally:
             self._waiting.pop(number, None)
@@ -207,7 +206,7 @@ class HolderClient:
             if not data:
                 self._lost()
                 return
-            message = json.loads(data)
+            message = msgspec.json.decode(data)
             if message.get("event") == "exit":
                 self._on_exit(message["ulid"], message["exit"])
             elif message.get("event") == "kit":

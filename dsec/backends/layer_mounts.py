@@ -41,12 +41,19 @@ class LayerMounts:
     def __contains__(self, digest: str) -> bool:
         return digest in self._mounted
 
+    def holds(self, digest: str) -> bool:
+        """Whether it is mounted."""
+        task = self._mounted.get(digest)
+        return task is not None and task.done() and not task.cancelled() and task.exception() is None
+
     def forget(self) -> None:
         """Another holder serves now, and has mounted nothing."""
         self._mounted.clear()
 
     async def mount(self, digest: str) -> None:
         """Raises `NodeError`, `Unavailable`, and what the store raises."""
+        if self.holds(digest):
+            return
         task = self._mounted.get(digest)
         if task is None or (task.done() and (task.cancelled() or task.exception() is not None)):
             task = self._mounted[digest] = self._spawn(self._mount(digest))

@@ -10,7 +10,7 @@ import functools
 import platform
 import re
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 
@@ -158,30 +158,22 @@ def make_plan(
     if degraded and not spec.best_effort and not node.userns and spec.isolation == "user":
         raise Unsupported("isolation=user needs user namespaces on this node", reason="userns", fix="set best_effort to accept it")
 
-    wiring = None
     if spec.network.mode == "open" and node.net is not None:
-        wiring = node.net.wiring(slot, id.ulid)
         degraded += node.net.notes
 
     configs = [config for config in layer_configs if config is not None]
     env, workdir, user = _process(spec, configs)
     return LaunchPlan(
-        id=str(id),
-        ulid=id.ulid,
-        state_dir=f"{node.state_dir}/sandboxes/{id.ulid}",
+        **_own(spec, id, slot, node),
         lowers=tuple(refs),
         resources=spec.resources,
         disk_mode=mode,
         qos=spec.qos,
-        idmap=ids_of(slot) if node.userns else None,
-        cgroup=f"{node.cgroup_root}/{node.edge}/{id.ulid}",
-        hostname=spec.hostname or f"sb-{id.ulid[-8:]}",
         env=env,
         workdir=workdir,
         user=user,
         command=next(((*config.entrypoint, *config.cmd) for config in configs if config.entrypoint or config.cmd), ()),
         network=spec.network.mode,
-        wiring=wiring,
         mounts=MOUNTS if node.userns else MOUNTS_WITHOUT_USERNS,
         capabilities=CAPABILITIES,
         seccomp="default" if node.seccomp else "",
@@ -189,6 +181,26 @@ def make_plan(
         readonly=READONLY,
         degraded=tuple(degraded),
     )
+
+
+def another(plan: LaunchPlan, spec: SandboxSpec, id: SandboxId, slot: int, node: Node) -> LaunchPlan:  # noqa: A002
+    """As `make_plan` for the same spec on the same layers and node, from a plan that it has made."""
+    if not 0 <= slot < MAX_SLOTS:
+        raise InvalidRequest("no such slot", field="slot", value=slot)
+    return msgspec.structs.replace(plan, **_own(spec, id, slot, node))
+
+
+def _own(spec: SandboxSpec, id: SandboxId, slot: int, node: Node) -> dict[str, Any]:  # noqa: A002
+    """What no two plans have in common."""
+    return {
+        "id": str(id),
+        "ulid": id.ulid,
+        "state_dir": f"{node.state_dir}/sandboxes/{id.ulid}",
+        "cgroup": f"{node.cgroup_root}/{node.edge}/{id.ulid}",
+        "hostname": spec.hostname or f"sb-{id.ulid[-8:]}",
+        "idmap": ids_of(slot) if node.userns else None,
+        "wiring": node.net.wiring(slot, id.ulid) if spec.network.mode == "open" and node.net is not None else None,
+    }
 
 
 def ids_of(slot: int) -> IdMap:

@@ -185,14 +185,14 @@ class Service:
 
     # ------------------------------------------------------------------ one request
     def _receiver(self, route: Route) -> Callable[[Msg], None]:
-        table = {verb.name: verb for verb in route.verbs}
+        table = {verb.name: (verb, asyncio.iscoroutinefunction(verb.handler), self.stats[route.subject, verb.name]) for verb in route.verbs}
 
         def receive(msg: Msg) -> None:
             self._receive(route, table, msg)
 
         return receive
 
-    def _receive(self, route: Route, table: Mapping[str, Verb], msg: Msg) -> None:
+    def _receive(self, route: Route, table: Mapping[str, tuple[Verb, bool, Stats]], msg: Msg) -> None:
         if msg.reply and not is_reply(msg.reply):
             log.warning("bus.reply_refused", service=self.name, subject=msg.subject, reply=msg.reply[:200])
             return
@@ -201,16 +201,16 @@ class Service:
         stats: Stats | None = None
         try:
             name = route.verb_of(msg.subject)
-            verb = table.get(name)
-            if verb is None:
+            found = table.get(name)
+            if found is None:
                 raise NotFound("no such verb", field="verb", value=name, fix="one of: " + " ".join(sorted(table)))
-            stats = self.stats[route.subject, name]
+            verb, takes_time, stats = found
             stats.requests += 1
             context = self._context(route, name, msg, json)
             if context.deadline is not None and context.deadline <= asyncio.get_running_loop().time():
                 raise DeadlineExceeded("the deadline had passed on arrival")
             request = codec.decode(msg.data, verb.request)
-            if asyncio.iscoroutinefunction(verb.handler):
+            if takes_time:
                 job = head_job(context.caller.principal) if context.caller is not None else ""
                 self._check_room(job)
                 task = asyncio.get_running_loop().create_task(self._run(verb, context, request, stats, started))

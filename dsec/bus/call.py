@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Callable, Generator
+from typing import Any, Generic, TypeVar
 
 from dsec.bus import codec
 from dsec.bus.transport import Headers, Msg, Transport
@@ -76,6 +76,37 @@ def raise_error(msg: Msg) -> None:
 def may_repeat(error: DsecError) -> bool:
     """Whether the same request may be sent again under the same id: it was refused, never arrived, or its outcome is unknown."""
     return isinstance(error, Unavailable | Busy | DeadlineExceeded) and error.retryable
+
+
+class Asked(Generic[T]):
+    """As `call` of one attempt, and the request is on its way as soon as this is made; await it for the answer. Raises at once what keeps
+    it from being sent."""
+
+    __slots__ = ("_future", "_reply_type", "_subject", "_timeout")
+
+    def __init__(self, transport: Transport, subject: str, message: Any, reply_type: type[T], *, timeout: float) -> None:
+        data = codec.encode(message, limit=transport.max_payload)
+        headers = request_headers(request_id=None, timeout=timeout, traceparent=None)
+        self._future = transport.request_nowait(subject, data, headers=headers)
+        self._subject, self._reply_type, self._timeout = subject, reply_type, timeout
+
+    def __await__(self) -> Generator[Any, None, T]:
+        return read_reply((yield from within(self._future, self._timeout, self._subject).__await__()), self._reply_type)
+
+
+async def within(future: asyncio.Future[Msg], timeout: float, subject: str) -> Msg:
+    """The future's result, or `DeadlineExceeded`. A plain timer: `asyncio.wait_for` costs three times as much here."""
+    loop = asyncio.get_running_loop()
+
+    def late() -> None:
+        if not future.done():
+            future.set_exception(DeadlineExceeded(f"no answer within {timeout:.3f} s", field="subject", value=subject))
+
+    handle = loop.call_later(max(0.0, timeout), late)
+    try:
+        return await future
+    finally:
+        handle.cancel()
 
 
 async def call(

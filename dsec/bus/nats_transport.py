@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from dsec.bus.call import within
 from dsec.bus.credentials import Credentials
 from dsec.bus.nats_client import OUTGOING_LIMIT, DirectClient, Server, nats_errors
 from dsec.bus.transport import Events, Headers, Msg, RawCallback
@@ -312,21 +313,6 @@ class NatsTransport:
             except (RuntimeError, OSError) as error:  # nats-py flushes what is pending into a connection that may be dead already
                 self.events.emit("error", f"close: {error}")
             client.fail_asks(lambda _: Unavailable("this connection was closed", reason="closed"))
-
-
-async def within(future: asyncio.Future[Msg], timeout: float, subject: str) -> Msg:
-    """The future's result, or `DeadlineExceeded`. A plain timer: `asyncio.wait_for` costs three times as much here."""
-    loop = asyncio.get_running_loop()
-
-    def late() -> None:
-        if not future.done():
-            future.set_exception(DeadlineExceeded(f"no answer within {timeout:.3f} s", field="subject", value=subject))
-
-    handle = loop.call_later(max(0.0, timeout), late)
-    try:
-        return await future
-    finally:
-        handle.cancel()
 
 
 def check_version(text: str) -> None:

@@ -7,7 +7,7 @@ launched, and `dsec layer gc` is another process. So the Edge holds what that on
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from dsec.errors import NotFound
 from dsec.layers.store import LayerStore
@@ -16,7 +16,11 @@ _NOTHING = -1  # in a descriptor's place
 
 
 class Pins:
-    """Counted. Each method takes some microseconds, and reads two small files for a layer that is not held yet."""
+    """Counted. Each method takes some microseconds, and reads two small files for a layer that is not held yet.
+
+    What is mounted keeps its layer anyway, so a descriptor that nobody needs any more stays until `unmounted` says that the mount has
+    gone: the next create finds it.
+    """
 
     def __init__(self, store: LayerStore) -> None:
         self._store = store
@@ -42,11 +46,18 @@ class Pins:
                 raise
             return _NOTHING
 
-    def give_back(self, digests: Iterable[str]) -> None:
-        """Hold each of them once less; one that is not held stays so."""
+    def give_back(self, digests: Iterable[str], mounted: Callable[[str], bool] = lambda _: False) -> None:
+        """Hold each of them once less; one that is not held stays so. ``mounted``: which are."""
         for digest in digests:
             fd, count = self._held.pop(digest, (_NOTHING, 0))
-            if count > 1:
-                self._held[digest] = (fd, count - 1)
+            if count > 1 or (fd != _NOTHING and mounted(digest)):
+                self._held[digest] = (fd, max(0, count - 1))
             elif fd != _NOTHING:
                 os.close(fd)
+
+    def unmounted(self, digest: str) -> None:
+        """It is mounted no more."""
+        fd, count = self._held.get(digest, (_NOTHING, 1))
+        if not count:
+            del self._held[digest]
+            os.close(fd)

@@ -110,7 +110,7 @@ class LayerStore:
         digest = self._index.digest(index.check_name(name, "layer"))
         if digest is None:
             raise NotFound("no such layer", field="layer", value=name, fix=close_matches(name, self._index.names()))
-        if not self._record(digest).exists():
+        if not os.path.exists(self._record_path(digest)):
             raise NotFound(f"the layer's content {digest[:19]} is missing from the store", field="layer", value=name, fix="make it again")
         return LayerRef(name=name, digest=digest)
 
@@ -231,8 +231,11 @@ class LayerStore:
 
     # --- blocking parts ----------------------------------------------------------------------------------------------
 
+    def _record_path(self, digest: str) -> str:
+        return f"{self._blobs}/{digest.replace(':', '-')}.json"
+
     def _record(self, digest: str) -> Path:
-        return self._blobs / f"{digest.replace(':', '-')}.json"
+        return Path(self._record_path(digest))
 
     def _blob(self, info: LayerInfo) -> Path:
         return self._blobs / (info.digest.replace(":", "-") + _SUFFIX[info.stored])

@@ -302,3 +302,21 @@ async def test_a_layer_that_a_create_has_named_stays(store: LayerStore, source: 
     assert mounts.held(blob(store, again.digest))
     pins.give_back([again.digest])
     assert mounts.held(blob(store, again.digest)) is False
+
+
+async def test_what_is_mounted_stays_held_until_its_mount_goes(store: LayerStore, source: Path) -> None:
+    """The mount keeps the layer anyway, and the next create finds the descriptor; one that is needed goes with who needs it."""
+    ref = await importer.import_dir(store, source, "w")
+    pins = Pins(store)
+    for _ in range(2):
+        pins.take([ref.digest])
+        pins.give_back([ref.digest], lambda _: True)
+        assert mounts.held(blob(store, ref.digest))
+    pins.unmounted(ref.digest)
+    assert mounts.held(blob(store, ref.digest)) is False
+    pins.unmounted(ref.digest)
+    pins.take([ref.digest])
+    pins.unmounted(ref.digest)
+    assert mounts.held(blob(store, ref.digest))
+    pins.give_back([ref.digest])
+    assert mounts.held(blob(store, ref.digest)) is False

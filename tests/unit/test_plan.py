@@ -9,11 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dsec.backends.plan import CAPABILITIES, IDMAP_BASE, IDMAP_COUNT, MAX_SLOTS, LayerDefaults, Node, make_plan, memory_bytes
+from dsec.backends.plan import CAPABILITIES, IDMAP_BASE, IDMAP_COUNT, MAX_SLOTS, LayerDefaults, Node, another, make_plan, memory_bytes
 from dsec.errors import InvalidRequest, Unsupported
 from dsec.layers.store import LayerConfig
 from dsec.model import MIB, LayerRef, NetworkPolicy, Resources, SandboxId, SandboxSpec
+from dsec.security.network import Block
 
+OPEN = NetworkPolicy(mode="open")
 NODE = Node(edge="n1", state_dir="/var/lib/dsec", arch="x86_64")
 ID = SandboxId("n1", "01m8mp3mtd4wgsy7m05m2q1jkc")
 REFS = (LayerRef(name="tool", digest="sha256:a"), LayerRef(name="debian-12", digest="sha256:b"))
@@ -47,6 +49,24 @@ def test_same_input_same_plan() -> None:
     """Planning is pure, and a plan survives its encoding."""
     assert plan() == plan()
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(plan()), type=type(plan())) == plan()
+
+
+@pytest.mark.parametrize(
+    ("node", "fields"),
+    [
+        (NODE, {}),
+        (NODE, {"hostname": "box", "env": {"A": "b"}, "workdir": "/w"}),
+        (msgspec.structs.replace(NODE, userns=False), {"best_effort": True}),
+        (msgspec.structs.replace(NODE, net=Block(net4="10.208.64.0/18", net6="fd12:3456::/64", prefix="dsab")), {"network": OPEN}),
+    ],
+)
+def test_one_plan_makes_another(node: Node, fields: dict[str, Any]) -> None:
+    """By the plan of one sandbox that of the next, of the same spec, is what planning it anew gives; a slot too many is refused."""
+    spec, next_id = SandboxSpec(image="debian-12", **fields), SandboxId("n1", "01m8mp3mtd4wgsy7m05m2q1jkd")
+    anew = make_plan(spec, id=next_id, slot=7, refs=REFS, node=node)
+    assert another(plan(node, slot=3, **fields), spec, next_id, 7, node) == anew
+    with pytest.raises(InvalidRequest):
+        another(plan(node, **fields), spec, next_id, MAX_SLOTS, node)
 
 
 def test_c54_environment_is_declared_only(monkeypatch: pytest.MonkeyPatch) -> None:

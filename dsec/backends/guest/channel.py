@@ -8,7 +8,6 @@ import os
 import socket
 import struct
 from collections.abc import Callable
-from typing import cast
 
 from dsec.backends.base import Chunk
 from dsec.backends.guest import wire
@@ -29,20 +28,24 @@ class ChannelLost(Exception):
         self.refusal = refusal
 
 
-class Channel(asyncio.BufferedProtocol):
-    """Frames over a connected transport. A broken frame closes it: what comes from a guest is a stranger's word."""
+class Channel:
+    """Frames over a connected socket, read and written by itself: a transport of the loop's would be one more thing to make before a new
+    sandbox can be told of, and would write a round of the loop later. A broken frame closes it: what comes from a guest is a stranger's
+    word."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, on_lost: Callable[[Channel], None]) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, sock: socket.socket, on_lost: Callable[[Channel], None]) -> None:
         self.loop = loop
         self.closed = False
         self.heard = loop.time()  # when anything came last
         self._on_lost = on_lost
-        self._transport: asyncio.Transport | None = None
+        self._sock = sock
+        self._unsent = bytearray()
         self._buffer = bytearray(_FIRST_BUFFER)
         self._view = memoryview(self._buffer)
         self._filled = 0
         self._next = 1
         self._feeds: dict[int, Feed] = {}
+        loop.add_reader(sock.fileno(), self._readable)
 
     @property
     def busy(self) -> bool:
@@ -53,57 +56,78 @@ class Channel(asyncio.BufferedProtocol):
         """Send a request whose answers go to ``feed``; its number. On a closed channel ``feed`` is told the loss soon."""
         request = self._next
         self._next = request % 0xFFFFFFFF + 1
-        if self.closed or self._transport is None:
+        if self.closed:
             self.loop.call_soon(feed, 0, None)
             return request
         self._feeds[request] = feed
-        self._transport.write(wire.frame(kind, request, body))
+        self._write(wire.frame(kind, request, body))
         return request
 
     def write(self, kind: int, request: int, body: bytes = b"") -> None:
         """A frame that belongs to an earlier request, or needs no answer."""
-        if not self.closed and self._transport is not None:
-            self._transport.write(wire.frame(kind, request, body))
+        if not self.closed:
+            self._write(wire.frame(kind, request, body))
 
     def forget(self, request: int) -> None:
         """Nobody waits for the answers of ``request`` any more."""
         self._feeds.pop(request, None)
 
     def close(self) -> None:
-        if self._transport is not None:
-            self._transport.close()
-        self._end()
+        """What the socket does not take is lost, as are the answers that are still to come: their feeds hear it."""
+        if self.closed:
+            return
+        self.closed = True
+        self.loop.remove_reader(self._sock.fileno())
+        if self._unsent:
+            self.loop.remove_writer(self._sock.fileno())
+        self._sock.close()
+        self._on_lost(self)
+        feeds, self._feeds = self._feeds, {}
+        for feed in feeds.values():
+            feed(0, None)
 
-    # ---- asyncio.BufferedProtocol
+    # ---- the socket
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)
-
-    def get_buffer(self, sizehint: int) -> memoryview:  # noqa: ARG002 - the protocol's signature
-        return self._view[self._filled :]
-
-    def buffer_updated(self, nbytes: int) -> None:
-        self._filled += nbytes
+    def _readable(self) -> None:
+        try:
+            size = self._sock.recv_into(self._view[self._filled :])
+        except BlockingIOError:
+            return
+        except OSError:
+            size = 0
+        if not size:
+            self.close()
+            return
+        self._filled += size
         self.heard = self.loop.time()
         try:
             self._parse()
         except wire.WireError:
             self.close()
 
-    def eof_received(self) -> None:
-        self.close()
-
-    def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 - the protocol's signature
-        self._end()
-
-    def _end(self) -> None:
-        if self.closed:
+    def _write(self, data: bytes) -> None:
+        if self._unsent:
+            self._unsent += data
             return
-        self.closed = True
-        self._on_lost(self)
-        feeds, self._feeds = self._feeds, {}
-        for feed in feeds.values():
-            feed(0, None)
+        try:
+            sent = self._sock.send(data)
+        except BlockingIOError:
+            sent = 0
+        except OSError:  # its end is read
+            return
+        if sent < len(data):
+            self._unsent += data[sent:]
+            self.loop.add_writer(self._sock.fileno(), self._writable)
+
+    def _writable(self) -> None:
+        try:
+            del self._unsent[: self._sock.send(self._unsent)]
+        except BlockingIOError:
+            return
+        except OSError:
+            self._unsent.clear()
+        if not self._unsent:
+            self.loop.remove_writer(self._sock.fileno())
 
     def _parse(self) -> None:
         at, filled, view = 0, self._filled, self._view
@@ -219,7 +243,7 @@ async def open_channel(
 ) -> Channel:
     """Connect, say HELLO, check who answered. Raises `SandboxGone`, `SandboxError`, `ChannelLost` (refused), `WireError`.
 
-    asyncio cannot receive ancillary data, so the handshake is done on the raw socket. The kernel vouches for the pid that sent
+    The kernel vouches for the pid that sent
     the first message: a process that got hold of the listener without being the sandbox's init is found out here.
     """
     loop = asyncio.get_running_loop()
@@ -247,8 +271,7 @@ async def open_channel(
         if init is not None and pids != {init}:
             raise SandboxError("somebody else than the sandbox's init answered", sandbox=sandbox_id, reason="impostor")
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 0)
-        _, channel = await loop.create_unix_connection(lambda: Channel(loop, on_lost), sock=sock)
-        return channel
+        return Channel(loop, sock, on_lost)
     except BaseException:
         sock.close()
         raise

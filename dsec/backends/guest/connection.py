@@ -155,8 +155,9 @@ class Connection:
         self._held: asyncio.Event | None = None
 
     async def reach(self) -> None:
-        """Until the agent has answered; raises what any request would."""
-        await self._open()
+        """Until the agent has answered; raises what any request would. For who has just started it: nobody else asks anything yet."""
+        self.requests += 1
+        await self._connect()
 
     async def close(self) -> None:
         """Close the connection; the link stays usable and opens a new one when asked again."""
