@@ -207,6 +207,7 @@ class ContainerBackend:
     def _make_directories(self) -> None:
         for path in (self.options.state_dir, self._sandboxes, self._run):
             os.makedirs(path, mode=0o700, exist_ok=True)
+        runtime.forget_ahead(self._run)
 
     async def _ensure_holder(self) -> None:
         async with self._holder_lock:
@@ -268,6 +269,7 @@ class ContainerBackend:
         await self.close()
         await self.pauser.give_back()
         await asyncio.to_thread(self._cgroups.close)
+        await asyncio.to_thread(runtime.forget_ahead, self._run)
         await asyncio.to_thread(self._disks.forget)
 
     # --- launch ----------------------------------------------------------------------------------------------------
@@ -360,7 +362,7 @@ class ContainerBackend:
             return await self._in(self._makers, self._make, plan, driver, limits)
         if plan.disk_mode != "tmpfs" or plan.wiring is not None:
             await self._in(self._makers, self._make_directory, plan, driver)
-        has_quota = await self._stock.give(plan.ulid, limits)
+        has_quota = await self._stock.give(plan.ulid, limits, ahead=plan.disk_mode == "tmpfs")
         self.site.from_stock = self._stock.given
         return Place(self._cgroups.order(plan.ulid, limits, has_quota=has_quota), self.socket_path(plan.ulid), None)
 

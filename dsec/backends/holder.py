@@ -38,7 +38,7 @@ from dsec.backends.holder_heir import Heirs
 from dsec.backends.holder_layers import GUEST_LAYER, LayersHeld
 from dsec.backends.holder_parts import FRAMES, PROTO, PROTO_MIN, Call, Edge, Refused, Sandbox
 from dsec.backends.ondemand import OnDemand
-from dsec.backends.zygotes import Zygotes
+from dsec.backends.zygotes import STRAY_AFTER, Zygotes
 
 _COMM = ctypes.create_string_buffer(b"dsec-holder")
 MAX_MESSAGE = 128 * 1024
@@ -325,17 +325,18 @@ class Holder(LayersHeld, OnDemand, Zygotes, DiskStores, Heirs):
             self._send(edge, {"event": "exit", "ulid": box.ulid, "exit": status})
         self.alone_since = time.monotonic()
 
-    def _reap_strays(self) -> None:
-        """Wait for children that nobody watches: what a killed runtime left. Walks all children, so only after such a kill."""
+    def _reap_strays(self) -> bool:
+        """Wait for children that nobody watches: what a killed runtime left, or what a zygote made ahead for nobody. Walks all children, so
+        only after such a kill. False when it could not see them all."""
         known = {box.pid for box in self.sandboxes.values()} | {box.launcher_pid for box in self.sandboxes.values()}
         known |= {self.loader_pid, *self.zygote_pids()}
         while True:
             try:
                 found = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             except ChildProcessError:
-                return
+                return True
             if found is None or found.si_pid in known:  # a known one is taken by its own descriptor
-                return
+                return found is None
             os.waitid(os.P_PID, found.si_pid, os.WEXITED)
 
     # --- the loop --------------------------------------------------------------------------------------------------
@@ -355,6 +356,8 @@ class Holder(LayersHeld, OnDemand, Zygotes, DiskStores, Heirs):
                     (self.launcher_ended if kind == "launcher" else self.init_ended)(box)
             self.look_after()
             self.sweep()
+            if 0 < self.strays_at < time.monotonic():
+                self.strays_at = 0.0 if self._reap_strays() else time.monotonic() + STRAY_AFTER
             if self.edges or self.sandboxes:
                 self.alone_since = time.monotonic()
             else:

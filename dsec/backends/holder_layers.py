@@ -82,6 +82,7 @@ class LayersHeld(Core):
                 syscalls.umount2(place, syscalls.MNT_DETACH)
                 os.rmdir(place)
             self.unmark(call["key"])
+            self.let_go()
         return {}
 
     def _hold(self, key: str, fd: int) -> None:

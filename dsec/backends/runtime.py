@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable, Iterable
 
 from dsec import syscalls
 from dsec.errors import DsecError, Unsupported
+from dsec.qos.cgroup import AHEAD
 
 MAX_SOCKET_PATH = 107
 AGAIN = 1.0  # seconds
@@ -26,6 +27,16 @@ def socket_dir(state_dir: str) -> str:
     if len(os.fsencode(path)) + 1 + 26 <= MAX_SOCKET_PATH:
         return path
     return f"/run/dsec-{hashlib.sha256(os.fsencode(state_dir)).hexdigest()[:16]}"
+
+
+def forget_ahead(run: str) -> None:
+    """Remove the sockets that zygotes have made ahead (launcher/ahead.c) and that no sandbox got: their processes are killed with their
+    groups, when the Edge begins and when it ends."""
+    with os.scandir(run) as entries:
+        for entry in entries:
+            if entry.name.startswith(AHEAD):
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(entry.path)
 
 
 def listen_at(path: str) -> socket.socket:

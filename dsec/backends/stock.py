@@ -18,6 +18,7 @@ log = structlog.get_logger("dsec.stock")
 MANY = 1_000  # live sandboxes from which on there are spares; with less than half as many they go again
 QUIET_S = 0.2  # since the last launch; while there is always another, one spare is made in each such span, and only when few are left
 FEW = MOST // 4
+PAUSE_S = 0.2  # after so long without a launch the next one's zygote has made its process ahead, with groups of its own (launcher/ahead.c)
 
 
 class Stock:
@@ -34,9 +35,13 @@ class Stock:
     def __len__(self) -> int:
         return len(self._spares)
 
-    async def give(self, name: str, limits: Limits) -> bool:
-        """Make a spare the group ``name``, where one is there. True when it has the quota of ``limits``."""
-        self._last = time.monotonic()
+    async def give(self, name: str, limits: Limits, *, ahead: bool = False) -> bool:
+        """Make a spare the group ``name``, where one is there. True when it has the quota of ``limits``. ``ahead``: it may be of those
+        that zygotes make ahead, which need none."""
+        last, self._last = self._last, time.monotonic()
+        if ahead and self._last - last > PAUSE_S:
+            self._spares.cpus = limits.cpus  # those that are made next are for the likes of it
+            return False
         if (spare := self._spares.take(limits)) is None or not await asyncio.to_thread(self._spares.become, spare, name):
             return False
         self.given += 1

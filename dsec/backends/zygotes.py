@@ -1,14 +1,15 @@
 """The holder's part in native launches: it keeps the zygotes (launcher/zygote.c), one a core, and hands each launch to an idle one.
 
-Once nothing is asked of it, a zygote makes namespaces ahead for the sandbox that is likely to come next: a pool of one a zygote, by which
-the holder hands launches out. The holder never looks into a frame. It adds the descriptors of the layers, keeps launches in order while all
-zygotes are busy, and learns the sandbox's init, which is its own child, by a pidfd. Standard library only.
+Once nothing is asked of it, a zygote makes ahead what the sandbox needs that is likely to come next (launcher/ahead.c): a pool of one a
+zygote, by which the holder hands launches out. The holder never looks into a frame. It adds the descriptors of the layers, keeps launches
+in order while all zygotes are busy, and learns the sandbox's init, which is its own child, by a pidfd. Standard library only.
 """
 
 from __future__ import annotations
 
 import array
 import collections
+import contextlib
 import os
 import select
 import signal
@@ -26,9 +27,10 @@ REQUEST = struct.Struct("=IIII")  # magic, number, more, next
 ANSWER = struct.Struct("=Iii")  # number, pid, errno; then a text
 FDS_A_MESSAGE = 250  # of the kernel's 253
 MAX_TEXT = 1000
-AHEAD = b"ahead"  # what the first answer says of a launch whose namespaces had been made
+AHEAD, WHOLE = b"ahead", b"whole"  # what the first answer says of a launch whose namespaces had been made, or all of it
 FAST_DEATHS = 20  # after so many with no launch between them a zygote is not started again: something is wrong with this node
 KILL_AFTER = 2.0  # seconds that a zygote may go on with a launch that nobody wants any more
+STRAY_AFTER = 0.3  # seconds in which a process that was made ahead and that no launch has taken has ended
 
 
 class Launch(NamedTuple):
@@ -49,7 +51,8 @@ class Zygote:
         self.box: Sandbox | None = None
         self.dying = False
         self.unwanted = 0.0  # since when
-        self.ahead = 0  # the first id of the sandbox for which it makes namespaces once it is idle; 0: none
+        self.ahead = 0  # the first id of the sandbox for which it makes ahead once it is idle; 0: none
+        self.had_ahead = False  # when its launch was handed to it
 
 
 class Zygotes(Core):
@@ -59,6 +62,7 @@ class Zygotes(Core):
         self.zygotes: dict[int, Zygote] = {}  # by the number of their socket
         self.zygote_deaths = 0  # with no launch between them
         self._queue: collections.deque[Launch] = collections.deque()
+        self.strays_at = 0.0  # when to wait for what zygotes have made ahead for nobody; 0: never
 
     # --- requests --------------------------------------------------------------------------------------------------
 
@@ -113,7 +117,7 @@ class Zygotes(Core):
                 syscalls.pidfd_send_signal(zygote.pidfd, signal.SIGKILL)
                 continue
             zygote.number += 1
-            zygote.box, zygote.unwanted, zygote.ahead = launch.box, 0.0, ahead
+            zygote.box, zygote.unwanted, zygote.had_ahead, zygote.ahead = launch.box, 0.0, zygote.ahead != 0, ahead
             return True
         return False
 
@@ -146,6 +150,14 @@ class Zygotes(Core):
             self.zygotes[ours.fileno()] = Zygote(pid, syscalls.pidfd_open(pid), ours)
             self.epoll.register(ours.fileno(), select.EPOLLIN)
 
+    def let_go(self) -> None:
+        """Nothing that is made ahead stands on a layer that is to go."""
+        for zygote in self.zygotes.values():
+            zygote.ahead, zygote.had_ahead = 0, False
+            self.strays_at = time.monotonic() + STRAY_AFTER
+            with contextlib.suppress(OSError):  # its end comes as an event of its own
+                zygote.sock.sendmsg([REQUEST.pack(MAGIC, 0, 0, 0)])
+
     def zygote_pids(self) -> set[int]:
         return {zygote.pid for zygote in self.zygotes.values()}
 
@@ -159,7 +171,7 @@ class Zygotes(Core):
             zygote.unwanted = zygote.unwanted or now
             if now - zygote.unwanted > KILL_AFTER:
                 syscalls.pidfd_send_signal(zygote.pidfd, signal.SIGKILL)  # its end comes as an event
-        return KILL_AFTER / 4 if unwanted else 5.0
+        return KILL_AFTER / 4 if unwanted else STRAY_AFTER if self.strays_at else 5.0
 
     def zygote_event(self, fd: int) -> bool:
         """An answer or a death; False when the descriptor is none of theirs."""
@@ -186,7 +198,10 @@ class Zygotes(Core):
         else:
             self.zygote_deaths = 0
             if fds:
-                self._born(zygote.box, pid, fds[0], data[ANSWER.size :] == AHEAD)
+                text = data[ANSWER.size :]
+                if zygote.had_ahead and text != WHOLE:
+                    self.strays_at = time.monotonic() + STRAY_AFTER
+                self._born(zygote.box, pid, fds[0], text in (AHEAD, WHOLE))
             else:
                 box, zygote.box = zygote.box, None
                 self._launched(box, pid, f"{data[ANSWER.size :].decode(errors='replace')}: {os.strerror(code)}" if code else "")
@@ -222,6 +237,7 @@ class Zygotes(Core):
         end = syscalls.waitid(zygote.pidfd, block=True)
         os.close(zygote.pidfd)
         self.zygote_deaths += 1
+        self.strays_at = time.monotonic() + STRAY_AFTER
         sys.stderr.write(f"holder: zygote {zygote.pid} ended with {end}\n")
         if (box := zygote.box) is not None:
             if box.starting:  # on its own from here: it ends itself, unless it is the agent already

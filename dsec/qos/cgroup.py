@@ -41,6 +41,8 @@ STANDING = ("__refrigerator", "do_freezer_trap")  # where a frozen process waits
 LEAD = 4.0  # what a core of a latency-sensitive sandbox weighs; all are capped at 25 of them on v2, at 64 on v1
 BEST_EFFORT = 0.06  # of a core: little beside LEAD, much beside the groups that give way, which weigh 0.003 (WEIGHT_IDLEPRIO)
 SPARE = "spare-"  # begins the name of a group that waits for its sandbox (dsec/qos/spares.py)
+AHEAD = "ahead-"  # and of one in which a process waits too (launcher/ahead.c)
+AHEAD_ENDS_S = 2.0  # seconds until a process that waits in one has ended, once it is killed
 PID_RESERVE = 4096  # process ids that sandboxes never get, so that the node stays usable
 
 
@@ -279,8 +281,8 @@ class Cgroups:
         return tuple(f"{root}/{self.parent}/{name}" for root in self._mounts())
 
     def names(self) -> frozenset[str]:
-        """Every child group of the parent, in any hierarchy, but for spares."""
-        return frozenset(name for name in self._children() if not name.startswith(SPARE))
+        """Every child group of the parent, in any hierarchy, but for those that wait for a sandbox."""
+        return frozenset(name for name in self._children() if not name.startswith((SPARE, AHEAD)))
 
     def _children(self) -> set[str]:
         found: set[str] = set()
@@ -290,11 +292,12 @@ class Cgroups:
         return found
 
     def _drop_spares(self) -> None:
-        """Those that an Edge left behind which did not end in order."""
+        """Those that an Edge left behind which did not end in order, and what zygotes have made ahead, which their end does not remove."""
         for name in self._children():
-            if name.startswith(SPARE):
+            if name.startswith((SPARE, AHEAD)):
                 with contextlib.suppress(NodeError):
-                    self.destroy(name, timeout=0.0)
+                    self.kill(name)
+                    self.destroy(name, timeout=AHEAD_ENDS_S if name.startswith(AHEAD) else 0.0)
 
     def renamed(self) -> None:
         """A spare, which was counted as one of ours, is a sandbox's from now on, which `order` counts."""

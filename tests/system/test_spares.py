@@ -85,6 +85,7 @@ async def test_sandboxes_in_spares_are_as_any(leftovers: object, yard: Yard, mon
     """On a node with many: limits hold, other limits too, a restarted Edge takes none for a stray, and they go with the sandboxes."""
     monkeypatch.setattr(stock, "MANY", 1)
     monkeypatch.setattr(stock, "QUIET_S", 0.01)
+    monkeypatch.setattr(stock, "PAUSE_S", 3600.0)
     monkeypatch.setattr("dsec.qos.spares.MOST", 2)
     backend = await yard.backend()
     if backend._cgroups.version != 1:
@@ -94,8 +95,8 @@ async def test_sandboxes_in_spares_are_as_any(leftovers: object, yard: Yard, mon
     given = []
     give = backend._stock.give
 
-    async def noted(name: str, limits: Limits) -> bool:
-        given.append(await give(name, limits))
+    async def noted(name: str, limits: Limits, *, ahead: bool) -> bool:
+        given.append(await give(name, limits, ahead=ahead))
         return bool(given[-1])
 
     monkeypatch.setattr(backend._stock, "give", noted)

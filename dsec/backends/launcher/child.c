@@ -112,19 +112,23 @@ int raise_loopback(void) {
     return close(fd);
 }
 
+void name_host(const struct order *o) {
+    if (o->namespaces & CLONE_NEWUTS && sethostname(o->hostname, strlen(o->hostname))) fail("set the host name");
+}
+
 /* Those that root inside governs: the nurse has made them, in the user namespace; without one they are made here. */
 static void join_namespaces(const struct prepared *p) {
     int others = (int)p->order->namespaces & (CLONE_NEWIPC | CLONE_NEWUTS | CLONE_NEWNET);
     if (p->nurse >= 0) {
         char told;
-        if (read(p->nurse_told, &told, 1) != 1) errno = ECHILD, fail("make the namespaces %#x", (unsigned)others);
+        if (p->nurse_told >= 0 && read(p->nurse_told, &told, 1) != 1) errno = ECHILD, fail("make the namespaces %#x", (unsigned)others);
         if (setns(p->nurse, CLONE_NEWUSER | others)) fail("join the user namespace");
     } else {
         if (others && unshare(others)) fail("make the namespaces %#x", (unsigned)others);
         if (others & CLONE_NEWNET && raise_loopback()) fail("raise the loopback interface");
     }
     become_root();
-    if (others & CLONE_NEWUTS && sethostname(p->order->hostname, strlen(p->order->hostname))) fail("set the host name");
+    if (!p->later) name_host(p->order);
 }
 
 /* Both are moved above the numbers that they get, so that neither can overwrite the other. Standard error is the holder's log. */
@@ -132,6 +136,13 @@ static void keep_two(int listener, int upper) {
     if (dup2(0, 2) < 0) fail("leave standard error");
     int a = fcntl(listener, F_DUPFD_CLOEXEC, UPPER_FD + 1), b = fcntl(upper, F_DUPFD_CLOEXEC, UPPER_FD + 1);
     if (a < 0 || b < 0 || dup2(a, LISTENER_FD) < 0 || dup2(b, UPPER_FD) < 0) fail("hand over descriptors");
+}
+
+/* Made ahead of its order: says that all is done, and ends when no order comes. Until then nothing of one is in it. */
+static void await_order(int line) {
+    char byte = 0;
+    if (write(line, &byte, 1) != 1 || read(line, &byte, 1) != 1) _exit(0);
+    close(line);
 }
 
 void become_sandbox(const struct prepared *p) {
@@ -154,6 +165,7 @@ void become_sandbox(const struct prepared *p) {
     umask(022);
     if (setsid() < 0) fail("make a session");
     take_away(o);
+    if (p->later) await_order(p->line), o = p->later;
     keep_two(p->listener, p->upper);
     struct pollfd asked = {.fd = p->news, .events = 0};
     if (poll(&asked, 1, 0) > 0 && asked.revents & POLLERR) _exit(113); /* whoever asked for this sandbox is gone */

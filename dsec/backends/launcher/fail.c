@@ -35,3 +35,10 @@ void write_file(const char *path, const char *text) {
     if (write(fd, text, strlen(text)) < 0) fail("write %s", path);
     close(fd);
 }
+
+bool try_write(const char *path, const char *text) {
+    int fd = open(path, O_WRONLY | O_CLOEXEC);
+    bool done = fd >= 0 && write(fd, text, strlen(text)) >= 0;
+    if (fd >= 0) close(fd);
+    return done;
+}

@@ -6,7 +6,7 @@
  *   launcher zygote                       stays, and starts a sandbox for each frame that it is sent (zygote.c)
  *
  * frame.c is pure and fuzzed; root.c makes user namespaces, uppers and overlays; child.c is what happens inside the new
- * namespaces; confine.c is what is taken away before the agent is executed. */
+ * namespaces; confine.c is what is taken away before the agent is executed; ahead.c has the next sandbox's process wait for its order. */
 #pragma once
 #define _GNU_SOURCE
 #include <stdbool.h>
@@ -39,6 +39,7 @@ __attribute__((noreturn, format(printf, 1, 2))) void fail(const char *format, ..
 /* The kernel explains a failed fsconfig on the context's descriptor, better than errno does. */
 __attribute__((noreturn)) void fail_fs(int context, const char *what);
 void write_file(const char *path, const char *text);
+bool try_write(const char *path, const char *text);
 
 /* --- root.c */
 
@@ -141,18 +142,56 @@ int raise_loopback(void); /* of the network namespace that this process is in; -
 
 struct prepared {
     const struct order *order;
-    int overlay, upper, listener, nurse, nurse_told, empty_namespace, empty_directory, news;
+    int overlay, upper, listener, nurse, empty_namespace, empty_directory, news;
+    int nurse_told;           /* one byte comes when its namespaces are there; -1: they are */
     int groups_made;          /* one byte comes when the cgroups are there; -1: they are */
     const int *nodes;         /* a detached mount for each of the order's nodes */
     const int *homes;         /* for each of the order's groups the directory that it is below, and what it is called there: */
     const char *const *joins; /* where the sandbox's root is entered, no path leads to it */
+    /* Made ahead: `order` is what it is made like; it says on `line` that it waits, and executes the agent of `later`, in shared memory, when told. */
+    const struct order *later;
+    int line;
 };
 
 __attribute__((noreturn)) void become_sandbox(const struct prepared *prepared);
+void name_host(const struct order *order);
 void take_away(const struct order *order);
 /* Take this id on the node, and keep all capabilities beyond the next exec. */
 void become_owner(uint32_t id);
 void forget_keys(void); /* a session keyring of its own: the one that it inherited is the node's */
+
+/* --- ahead.c, for zygote.c */
+
+struct started {
+    int pid, pidfd, news, groups_made;
+    bool ahead; /* its namespaces were there */
+    bool whole; /* and all else */
+};
+struct ahead { /* the order that the next one is likely to be like, with its frame and its layers; the next one's first id and user namespace */
+    const struct order *order;
+    const uint8_t *frame;
+    size_t size;
+    const char **environment;
+    const int *layers;
+    uint32_t base;
+    int userns;
+    struct prepared prepared; /* as far as it is the same for all */
+    void (*in_child)(int news);
+};
+
+/* Does nothing where such an order's process cannot be made ahead. */
+void ahead_make(const struct ahead *ahead);
+bool ahead_is_there(void);
+bool ahead_fits(const struct order *order, const int *layers);
+bool ahead_leave(void); /* it is not taken, and ends. False when it did not get as far as to be in all of its namespaces */
+/* It gets the order's socket; then, once whoever asked was told, its other names and the word to go on. */
+struct started ahead_take(const struct order *order);
+void ahead_go(const struct order *order, int home_names);
+void ahead_taken_over(void); /* it is the agent */
+/* Ends one that is not, and leaves its host's namespace where a failure left this process in it. */
+void ahead_dismiss(int home_names);
+int open_home(const char *path, const char **rest);
+int listen_at(const char *path);
 
 /* --- the two programs */
 

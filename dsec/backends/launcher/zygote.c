@@ -2,11 +2,12 @@
  *
  * A request is one SEQPACKET message {magic, number, more, next} on descriptor 3 with descriptors: the frame, then the layers, topmost
  * first; `more` messages with further layers follow. `next` is the first id of the sandbox that is likely to be ordered after this one, or
- * 0: once nothing has been asked for a moment, its user namespace and the others in it are made ahead. They last until the next request,
- * which takes them when it is theirs; nothing that a sandbox had is ever given to another.
+ * 0: once nothing has been asked for a moment, all of it that does not depend on its order is made ahead (ahead.c), or its namespaces at
+ * least. That lasts until the next request, which takes it when it is its own; nothing that a sandbox had is ever given to another. A request
+ * with the number 0 is none: what is made ahead is let go of, with the layers that it stands on, and nobody answers.
  *
  * The answers are {number, pid, errno} and a text: one with a pidfd as soon as there is a process, so that whoever asked can call its agent
- * while that is on its way ("ahead": its namespaces had been made); and one without, when the agent is executed or a step has failed, with
+ * while that is on its way ("ahead": its namespaces had been made, "whole": all of it); and one without, when the agent is executed or a step has failed, with
  * the step and its errno. A pid of 0: no process was made.
  *
  * The sandbox's init is a child of the holder (CLONE_PARENT), and outlives this process. Descriptors below `first_free` stay for
@@ -22,6 +23,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
 #include <sys/mount.h>
 #include <sys/prctl.h>
 #include <sys/socket.h>
@@ -49,11 +51,18 @@ struct news { /* of a child that fails */
     char text[MAX_TEXT];
 };
 
-static uint8_t frame[MAX_FRAME];
-static const char *environment[MAX_ENV + 1];
-static struct order order;
+/* In memory that its children share: one that waits (ahead.c) executes the agent with arguments and environment that come later, and
+ * nothing here is copied page by page because there is a child. A request's stays until its child has done with it. */
+static struct shared {
+    struct order order;
+    const char *environment[MAX_ENV + 1];
+    uint8_t frame[MAX_FRAME];
+} *shared;
+static struct order *order;
+static size_t frame_size;
 static int fds[MAX_FDS], fd_count;
 static int nodes[NODE_COUNT], empty_directory, empty_namespace, first_free, news_pipe;
+static int home_names; /* our own host name's namespace */
 static struct nursery { /* the namespaces that a sandbox's root governs, and the process that holds them */
     struct nurse nurse;
     uint32_t base, count;
@@ -104,7 +113,12 @@ static int make_empty_namespace(void) {
 static void prepare(void) {
     char path[32];
     struct attributes readonly = {.set = ATTR_RDONLY | ATTR_NOSUID | ATTR_NODEV | ATTR_NOEXEC};
+    shared = mmap(NULL, sizeof *shared, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    if (shared == MAP_FAILED) fail("make room for orders");
+    order = &shared->order;
     empty_namespace = make_empty_namespace();
+    home_names = open("/proc/self/ns/uts", O_RDONLY | O_CLOEXEC);
+    if (home_names < 0) fail("open the namespace of our host name");
     for (int i = 0; i < NODE_COUNT; i++) {
         snprintf(path, sizeof path, "/dev/%s", NODES[i]);
         nodes[i] = clone_mount(AT_FDCWD, path, -1);
@@ -163,11 +177,12 @@ static void read_order(int fd) {
     struct stat st;
     if (fstat(fd, &st)) fail("look at the frame");
     if (st.st_size < 0 || st.st_size > MAX_FRAME) errno = E2BIG, fail("refused: frame: larger than %d bytes", MAX_FRAME);
-    ssize_t size = pread(fd, frame, (size_t)st.st_size, 0);
+    ssize_t size = pread(fd, shared->frame, (size_t)st.st_size, 0);
     if (size != st.st_size) fail("read the frame");
+    frame_size = (size_t)size;
     const char *field = "frame", *why = "";
-    if (!parse_order(frame, (size_t)size, environment, &order, &field, &why)) errno = EINVAL, fail("refused: %s: %s", field, why);
-    if ((int)order.lowers != fd_count - 1) errno = EINVAL, fail("refused: lowers: %u are ordered and %d came", order.lowers, fd_count - 1);
+    if (!parse_order(shared->frame, (size_t)size, shared->environment, order, &field, &why)) errno = EINVAL, fail("refused: %s: %s", field, why);
+    if ((int)order->lowers != fd_count - 1) errno = EINVAL, fail("refused: lowers: %u are ordered and %d came", order->lowers, fd_count - 1);
 }
 
 static int node_by_name(const char *name) {
@@ -184,17 +199,17 @@ static int node_by_name(const char *name) {
 static void make_groups(void) {
     static bool written[MAX_SETTINGS];
     memset(written, 0, sizeof written);
-    for (int i = 0; i <= order.made_count; i++) {
-        const char *group = i < order.made_count ? order.made[i] : "/"; /* whatever is left */
-        if (i < order.made_count && mkdir(group, 0755) && errno != EEXIST) fail("make the cgroup %s", group);
-        for (int s = 0; s < order.setting_count; s += 2)
-            if (!written[s / 2] && !strncmp(order.settings[s], group, strlen(group)))
-                written[s / 2] = true, write_file(order.settings[s], order.settings[s + 1]);
+    for (int i = 0; i <= order->made_count; i++) {
+        const char *group = i < order->made_count ? order->made[i] : "/"; /* whatever is left */
+        if (i < order->made_count && mkdir(group, 0755) && errno != EEXIST) fail("make the cgroup %s", group);
+        for (int s = 0; s < order->setting_count; s += 2)
+            if (!written[s / 2] && !strncmp(order->settings[s], group, strlen(group)))
+                written[s / 2] = true, write_file(order->settings[s], order->settings[s + 1]);
     }
 }
 
 /* The directory that a group is made in, and the rest of the path of a file of the group's. */
-static int open_home(const char *path, const char **rest) {
+int open_home(const char *path, const char **rest) {
     char home[PATH_MAX];
     size_t length = strlen(path);
     if (length >= sizeof home) errno = ENAMETOOLONG, fail("open the home of %s", path);
@@ -208,7 +223,7 @@ static int open_home(const char *path, const char **rest) {
 }
 
 /* Before there is an agent: whoever calls meanwhile is served when it begins. */
-static int listen_at(const char *path) {
+int listen_at(const char *path) {
     struct sockaddr_un address = {.sun_family = AF_UNIX};
     strncpy(address.sun_path, path, sizeof address.sun_path - 1);
     int fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
@@ -236,66 +251,100 @@ static void settle_nursery(void) {
 /* Whether the order's namespaces are there, or on their way: a nurse that failed has ended. */
 static bool made_ahead(int others) {
     if (nursery.nurse.pid > 0 && waitpid(nursery.nurse.pid, NULL, WNOHANG)) nursery.nurse.pid = 0;
-    return nursery.nurse.pid && nursery.base == order.base && nursery.count == order.count && nursery.others == others;
+    return nursery.nurse.pid && nursery.base == order->base && nursery.count == order->count && nursery.others == others;
+}
+
+static void begin_child(int news) {
+    news_pipe = news;
+    on_failure = tell_zygote;
+    prctl(PR_SET_NAME, "dsec-launch");
+}
+
+static void begin_ahead(int news) {
+    begin_child(news);
+    prctl(PR_SET_NAME, "dsec-ahead");
+    close(CONTROL_FD); /* the holder hears by it that the zygote has ended */
+}
+
+/* All that a request brought or made goes, but for its layers where something is made ahead: they move to the first free numbers, which only
+ * the frame had. */
+static void let_go(bool but_layers) {
+    int kept = 0;
+    for (; but_layers && kept < fd_count - 1; kept++) {
+        dup3(fds[1 + kept], first_free + kept, O_CLOEXEC);
+        fds[1 + kept] = first_free + kept;
+    }
+    syscall(SYS_CLOSE_RANGE, first_free + kept, ~0u, 0);
+}
+
+static void let_go_of_all(void) {
+    ahead_dismiss(home_names);
+    dismiss(&nursery.nurse);
+    let_go(false);
 }
 
 /* When this fails the next request makes them itself, and tells why it cannot. */
-static void make_ahead(uint32_t base) {
-    uint32_t count = order.count;
+static void make_ahead(uint32_t base, const int *layers) {
+    static int chosen[MAX_NODES];
     int others = nursery.others;
     if (setjmp(failed)) {
-        dismiss(&nursery.nurse);
-        syscall(SYS_CLOSE_RANGE, first_free, ~0u, 0);
+        act_as(0);
+        let_go_of_all();
         return;
     }
-    call_for(base, count, others);
+    call_for(base, order->count, others);
     settle_nursery();
+    for (int i = 0; i < order->node_count; i++) chosen[i] = node_by_name(order->nodes[i]);
+    ahead_make(&(struct ahead){
+        .order = order, .frame = shared->frame, .size = frame_size, .environment = shared->environment, .layers = layers, .base = base,
+        .userns = nursery.userns, .in_child = begin_ahead,
+        .prepared = {
+            .nurse = nursery.pidfd, .nurse_told = nursery.nurse.told, .empty_namespace = empty_namespace, .empty_directory = empty_directory,
+            .nodes = chosen,
+        },
+    });
+    syscall(SYS_CLOSE_RANGE, layers[0], layers[order->lowers - 1], 0);
 }
-
-struct started {
-    int pid, pidfd, news, groups_made;
-    bool ahead; /* its namespaces were there */
-};
 
 static struct started start(void) {
     static int chosen[MAX_NODES], homes[MAX_GROUPS], lowers[MAX_LOWERS];
     static const char *joins[MAX_GROUPS];
     if (fd_count < 2) errno = EINVAL, fail("refused: descriptors: frame and a layer are needed");
     read_order(fds[0]);
-    for (int i = 0; i < order.node_count; i++) chosen[i] = node_by_name(order.nodes[i]);
-    int others = (int)order.namespaces & (CLONE_NEWNET | CLONE_NEWIPC | CLONE_NEWUTS);
-    bool ahead = order.has_ids && made_ahead(others);
-    if (order.has_ids && !ahead) dismiss(&nursery.nurse), call_for(order.base, order.count, others);
-    for (int i = 0; i < order.group_count; i++) homes[i] = open_home(order.groups[i], &joins[i]);
-    if (order.group2) make_groups(); /* to be born in it */
-    int group2 = order.group2 ? open(order.group2, O_PATH | O_DIRECTORY | O_CLOEXEC) : 0;
-    if (group2 < 0) fail("open %s", order.group2);
-    int listener = listen_at(order.socket);
-    if (order.has_ids) settle_nursery();
-    int userns = order.has_ids ? nursery.userns : -1;
-    for (uint32_t i = 0; i < order.lowers; i++) lowers[i] = clone_mount(fds[1 + i], "", userns);
-    int upper = make_upper(&order.upper, userns);
-    int overlay = overlay_by_descriptors(lowers, (int)order.lowers, upper, order.base, true);
+    if (ahead_fits(order, fds + 1)) return ahead_take(order);
+    for (int i = 0; i < order->node_count; i++) chosen[i] = node_by_name(order->nodes[i]);
+    int others = (int)order->namespaces & (CLONE_NEWNET | CLONE_NEWIPC | CLONE_NEWUTS);
+    bool ahead = order->has_ids && made_ahead(others), entered = ahead && ahead_is_there();
+    if (entered) ahead = ahead_leave(); /* its namespaces are taken without it: nothing was done in them */
+    if (order->has_ids && !ahead) dismiss(&nursery.nurse), call_for(order->base, order->count, others);
+    for (int i = 0; i < order->group_count; i++) homes[i] = open_home(order->groups[i], &joins[i]);
+    if (order->group2) make_groups(); /* to be born in it */
+    int group2 = order->group2 ? open(order->group2, O_PATH | O_DIRECTORY | O_CLOEXEC) : 0;
+    if (group2 < 0) fail("open %s", order->group2);
+    int listener = listen_at(order->socket);
+    if (order->has_ids) settle_nursery();
+    int userns = order->has_ids ? nursery.userns : -1;
+    for (uint32_t i = 0; i < order->lowers; i++) lowers[i] = clone_mount(fds[1 + i], "", userns);
+    int upper = make_upper(&order->upper, userns);
+    int overlay = overlay_by_descriptors(lowers, (int)order->lowers, upper, order->base, true);
     int kept = keep_upper(upper);
     struct prepared prepared = {
-        .order = &order, .overlay = overlay, .upper = kept, .listener = listener, .nurse = order.has_ids ? nursery.pidfd : -1,
-        .nurse_told = nursery.nurse.told, .empty_namespace = empty_namespace, .empty_directory = empty_directory,
+        .order = order, .overlay = overlay, .upper = kept, .listener = listener, .nurse = order->has_ids ? nursery.pidfd : -1,
+        .nurse_told = ahead && entered ? -1 : nursery.nurse.told, .empty_namespace = empty_namespace, .empty_directory = empty_directory,
         .nodes = chosen, .homes = homes, .joins = joins,
     };
     int ends[2], made[2], pidfd = -1;
     if (pipe2(ends, O_CLOEXEC) || pipe2(made, O_CLOEXEC)) fail("make a pipe");
     struct clone_args how = {
-        .flags = CLONE_NEWPID | CLONE_PARENT | CLONE_PIDFD | (order.group2 ? CLONE_INTO_CGROUP : 0), .pidfd = (uintptr_t)&pidfd,
+        .flags = CLONE_NEWPID | CLONE_PARENT | CLONE_PIDFD | (order->group2 ? CLONE_INTO_CGROUP : 0), .pidfd = (uintptr_t)&pidfd,
         .cgroup = (uint64_t)group2,
     };
     long pid = syscall(SYS_CLONE3, &how, sizeof how);
     if (pid < 0) fail("make a process");
     if (pid == 0) {
-        news_pipe = ends[1];
-        on_failure = tell_zygote;
-        prctl(PR_SET_NAME, "dsec-launch");
+        begin_child(ends[1]);
         prepared.news = ends[1];
-        prepared.groups_made = order.group2 ? -1 : made[0];
+        prepared.groups_made = order->group2 ? -1 : made[0];
         close(made[1]);
         become_sandbox(&prepared);
     }
@@ -355,6 +404,10 @@ int zygote_main(void) {
     prepare();
     on_failure = jump_back;
     while (receive(&request)) {
+        if (!request.number) {
+            let_go_of_all();
+            continue;
+        }
         memset(&answer, 0, sizeof answer);
         child = (struct started){.pidfd = -1};
         answer.number = request.number;
@@ -365,18 +418,25 @@ int zygote_main(void) {
         } else {
             child = start();
             answer.pid = child.pid;
-            if (child.ahead) strcpy(answer.text, "ahead");
+            if (child.ahead) strcpy(answer.text, child.whole ? "whole" : "ahead");
             reply(&answer, child.pidfd);
             answer.text[0] = 0;
-            if (!order.group2) make_groups(); /* while it mounts */
-            if (write(child.groups_made, "", 1) < 0) {} /* if it has ended, `follow` hears why */
+            if (child.whole) ahead_go(order, home_names);
+            else {
+                if (!order->group2) make_groups(); /* while it mounts */
+                if (write(child.groups_made, "", 1) < 0) {} /* if it has ended, `follow` hears why */
+            }
             follow(&child, &answer);
+            if (child.whole && !answer.error) ahead_taken_over();
         }
         reply(&answer, -1);
         bool quiet = !answer.error && is_quiet();
+        ahead_dismiss(home_names);
         dismiss(&nursery.nurse);
-        syscall(SYS_CLOSE_RANGE, first_free, ~0u, 0);
-        if (quiet && request.next && order.has_ids) make_ahead(request.next);
+        bool next = quiet && request.next && order->has_ids;
+        let_go(next);
+        if (next) make_ahead(request.next, fds + 1);
     }
+    let_go_of_all();
     return 0;
 }
