@@ -373,17 +373,17 @@ class _SchedAttr(ctypes.Structure):
     )
 
 
-def run_slice(seconds: float = SHORT_SLICE, thread: int = 0, *, inherited: bool = False) -> bool:
+def run_slice(seconds: float = SHORT_SLICE, thread: int = 0) -> bool:
     """A thread (0: the calling one) wants to run for so long at a time: a short time comes first when it wakes, a long one lets others in.
-    Its share of the processor stays what it is, and what it starts has the usual slice unless ``inherited``. Linux 6.12; older kernels take
-    no notice. False where the wish was not taken: another scheduling policy than the usual one, or a kernel that refuses."""
+    Its share of the processor stays what it is, and what it starts has the usual slice. Linux 6.12; older kernels take no notice. False
+    where the wish was not taken: another scheduling policy than the usual one, or a kernel that refuses."""
     numbers = _SCHED.get(platform.machine())
     attributes = _SchedAttr()
     place, size = ctypes.byref(attributes), ctypes.c_long(ctypes.sizeof(attributes))
     whom, zero = ctypes.c_long(thread), ctypes.c_long(0)
     if numbers is None or _libc.syscall(ctypes.c_long(numbers[1]), whom, place, size, zero) or attributes.policy:
         return False
-    attributes.flags |= 0 if inherited else 1  # SCHED_FLAG_RESET_ON_FORK
+    attributes.flags |= 1  # SCHED_FLAG_RESET_ON_FORK
     attributes.runtime = round(seconds * 1e9)
     return not _libc.syscall(ctypes.c_long(numbers[0]), whom, place, zero)
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import hashlib
 import http.server
 import json
+import mmap
 import os
 import random
 import select
@@ -172,12 +174,14 @@ class Box:
 
     def mount(self, plan: LayerMount, loader: Loader | None = None) -> int:
         """Mark, serve, mount: what a holder does."""
+        assert plan.lazy is not None
         loader = loader or Loader()
         self.loaders.append(loader)
         kit = make_kit(plan)
         self.kits.append(kit)
         loader.add(kit)
         fd = kit.open(plan)
+        loader.mounted(plan.lazy.name, fd)
         self.mounts.append(fd)
         return fd
 
@@ -196,6 +200,16 @@ class Box:
     def read(self, fd: int, name: str) -> bytes:
         with open(os.open(name, os.O_RDONLY, dir_fd=fd), "rb") as file:
             return file.read()
+
+    def in_memory(self, fd: int, name: str) -> bool:
+        """Whether a read of the file would find all of it in the page cache."""
+        with open(os.open(name, os.O_RDONLY, dir_fd=fd), "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            with mmap.mmap(file.fileno(), size, mmap.MAP_PRIVATE) as memory:
+                pages = (ctypes.c_ubyte * -(-size // mmap.PAGESIZE))()
+                start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+                assert ctypes.CDLL(None).mincore(ctypes.c_void_p(start), ctypes.c_size_t(size), pages) == 0
+        return all(page & 1 for page in pages)
 
     def check(self, fd: int, names: list[str] | None = None) -> None:
         """Every byte is the source's."""

@@ -103,13 +103,16 @@ class OnDemand(Core):
             if mount.devices:
                 fuse.forget(mount.devices[-1])
             return open_layer(mount)
-        name = mount.lazy.name
-        if name not in self._get_loader().kits:
+        name, loader = mount.lazy.name, self._get_loader()
+        if fresh := name not in loader.kits:
             self._add(self._kit(mount))
-        kit = self._get_loader().kits[name]
+        kit = loader.kits[name]
         if kit.by_fuse:
             self._by_fuse[name] = mount
-        return kit.open(mount)
+        fd = kit.open(mount)
+        if fresh:
+            loader.mounted(name, fd)
+        return fd
 
     def _kit(self, mount: LayerMount) -> Kit:
         """Through FUSE where the kernel has no room for one more fanotify group (fs.fanotify.max_user_groups, 128)."""

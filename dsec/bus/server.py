@@ -6,7 +6,6 @@ It dies with its parent, writes its log to a file, syncs JetStream on every writ
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import ctypes
 import json
 import os
@@ -22,7 +21,6 @@ from urllib.parse import urlsplit
 
 import aiofiles
 
-from dsec import syscalls
 from dsec.errors import NodeError, Unsupported
 
 _PR_SET_PDEATHSIG = 1
@@ -122,7 +120,6 @@ class NatsServer:
         self.process = self._spawn(binary, config)
         try:
             await self._ready(ports_dir, time.monotonic() + timeout)
-            self._come_first()
         except BaseException:
             self.kill()
             raise
@@ -148,12 +145,6 @@ class NatsServer:
                 preexec_fn=die_with_parent,  # noqa: PLW1509 - one prctl through a library that is loaded already; no lock is taken
                 start_new_session=True,  # a Ctrl+C in the terminal is for the actors: they need the bus while they stop
             )
-
-    def _come_first(self) -> None:
-        """All that actors say goes through it: it does not wait for the slices of those who compute. It starts nothing but threads."""
-        with contextlib.suppress(OSError):  # it has just ended: whoever connects is told
-            for thread in os.listdir(f"/proc/{self.pid}/task"):
-                syscalls.run_slice(thread=int(thread), inherited=True)
 
     async def _ready(self, ports_dir: Path, until: float) -> None:
         process = self.process  # `kill` may come meanwhile

@@ -10,6 +10,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -204,21 +205,34 @@ class Blob:
             known = self.filler.manifest
             self._units = units.Units(units.read(self._meta), known.chunk, len(known.chunks))
 
-    def prefetch(self) -> None:
+    def prefetch(self) -> list[Future[None]]:
         """Replay an earlier run's first reads, a few at a time and neighbours together, so that whoever reads meanwhile waits for no more
         than one request."""
         known = len(self.filler.manifest.chunks)
         numbers = [n for n in self._ahead if 0 <= n < known]
         start, window = 0, FIRST
+        coming: list[Future[None]] = []
         while start < len(numbers):
             run: list[int] = []
             for number in sorted(numbers[start : start + window]):
                 if run and (number != run[-1] + 1 or len(run) == STEP):
-                    self.worker.spare.submit(self.filler.bring, run)
+                    coming.append(self.worker.spare.submit(self.filler.bring, run))
                     run = []
                 run.append(number)
-            self.worker.spare.submit(self.filler.bring, run)
+            coming.append(self.worker.spare.submit(self.filler.bring, run))
             start, window = start + window, min(2 * window, WINDOW)
+        return coming
+
+    def warm(self, mount: int) -> None:
+        """Have the kernel read through the mount what the list has brought and nobody has read yet: a read of it then raises no event and
+        copies nothing. It counts as read. This waits for nobody but the threads that answer."""
+        files = units.Mounted(self._meta, mount)
+        for number in self._list:
+            if self.closed:
+                return
+            if self.filler.have[number] and self.seen[number] != 1:
+                start, length = self.filler.manifest.span(number)
+                files.read(start, start + length)
 
     def trouble(self, error: OSError) -> None:
         now = time.monotonic()

@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import hashlib
 import os
 import sys
 import threading
@@ -266,7 +265,7 @@ class Filler:
     def _write(self, number: int, piece: Any) -> bool:
         """A chunk to its place; False when it is not what the manifest says. Raises `OSError`."""
         offset, length = self.manifest.span(number)
-        if len(piece) != length or hashlib.sha256(piece).hexdigest() != self.manifest.chunks[number]:
+        if len(piece) != length or self.manifest.hash(piece) != self.manifest.chunks[number]:
             return False
         piece = memoryview(piece)
         while piece:

@@ -173,13 +173,8 @@ class NodeLayers:
         known = manifest.decode(data, digest)
         remote.check_meta(digest, known, meta)
         await self.evict(room=known.total)
-        async with self.store.staging() as stage:
-            await tools.write(stage / "meta", meta)
-            record = msgspec.structs.replace(info, remote=remote.url, names=())
-            await self.store.put_split(stage / "meta", None, data, name, record)
-            if ahead:
-                hint = self.store.side(digest, ".ahead")
-                await tools.write(hint, msgspec.json.encode(ahead))
+        record = msgspec.structs.replace(info, remote=remote.url, names=())
+        await self.store.put_fetched(meta, data, name, record, msgspec.json.encode(ahead) if ahead else b"")
         progress(f"{digest[:19]}: {known.meta_size / 1e6:.1f} MB of metadata here, {known.size / 1e6:.1f} MB when they are read")
 
     async def _use(self, remote: RemoteStore, digest: str) -> None:

@@ -225,6 +225,12 @@ class Loader:
         else:
             self._give(kit)
 
+    def mounted(self, name: str, fd: int) -> None:
+        """The layer of a kit that was just added is mounted: the worker may read through it what a prefetch list names."""
+        kit = self.kits[name]
+        if kit.spec["ahead"] and not kit.by_fuse:
+            self._send({"op": "mounted", "name": name}, (fd,))
+
     def drop(self, name: str) -> None:
         """Let go of a blob that is whole, or that nothing has mounted."""
         if (kit := self.kits.pop(name, None)) is not None:

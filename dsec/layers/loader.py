@@ -31,7 +31,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from queue import Empty, SimpleQueue
 from typing import Any
 
 from dsec import syscalls
@@ -50,6 +51,7 @@ DEMAND, NEAR, AHEAD, LOCAL = 12, 4, 4, 4  # threads for what is waited for, what
 SERVE = "serve"
 # Nobody waits for what is fetched ahead, and that is most of the work: who answers a reader, and the reader itself, come before it.
 LONG_S = 0.02  # slices, in seconds
+MOUNT_S = 2.0  # from a blob's mark to its mount, at most
 RETRY_S = 1.0  # a blob that cannot be served is tried again
 BUSY, REST = 6, 10  # of FLUSH_S: flushed so often while chunks come; from the last chunk until the page cache of the blob is given back
 
@@ -73,6 +75,7 @@ class Worker:
         self.over: list[Blob] = []  # nothing reads them any more
         self.dropped: set[str] = set()
         self.lock = threading.Lock()
+        self.mounts: dict[str, SimpleQueue[int]] = {}  # of blobs with a prefetch list
 
     def store(self, url: str) -> Any:
         if url not in self.stores:
@@ -164,7 +167,11 @@ class Worker:
         message = json.loads(data)
         if message["op"] == "add":
             self.dropped.discard(message["name"])
+            if message["ahead"] and message.get("way") != "fuse":
+                self.mounts[message["name"]] = SimpleQueue()
             self._apart(self._adopt, message, list(fds))
+        elif message["op"] == "mounted":
+            self.mounts[message["name"]].put(fds[0])
         elif message["op"] == "quit":
             self.poll.unregister(self.control.fileno())
             self.control.close()
@@ -173,6 +180,9 @@ class Worker:
                 self._end(blob)
         elif message["op"] == "drop":
             self.dropped.add(message["name"])
+            mounts = self.mounts.pop(message["name"], None)
+            while mounts is not None and not mounts.empty():  # of a blob that could not be served
+                os.close(mounts.get())
             for blob in [blob for blob in self.blobs.values() if blob.name == message["name"]]:
                 self._end(blob)
 
@@ -211,10 +221,28 @@ class Worker:
         with self.lock:
             self.fresh.append(blob)
         self.wake_up()
-        blob.prefetch()
+        coming = blob.prefetch()
         blob.learn()
         if self.control is None:
             self._complete(blob)
+        elif (mounts := self.mounts.get(blob.name)) is not None:
+            self._warm(blob, mounts, coming)
+
+    def _warm(self, blob: Blob, mounts: SimpleQueue[int], coming: list[Future[None]]) -> None:
+        """When the list is there, since before that it would take the processor from those who bring the rest. A worker that follows a dead
+        one has no mount to read through."""
+        try:
+            path = mounts.get(timeout=MOUNT_S)  # good for paths only
+        except Empty:
+            return
+        mount = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=path)
+        os.close(path)
+        try:
+            wait(coming)
+            syscalls.run_slice(LONG_S)
+            blob.warm(mount)
+        finally:
+            os.close(mount)
 
     def _blob(self, message: dict[str, Any], way: Gate, fds: list[int]) -> Blob | None:
         try:

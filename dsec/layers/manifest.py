@@ -1,9 +1,11 @@
 """A layer in two files: an EROFS image that holds the metadata, and a blob that holds the files' data in order.
 
-The layer is named by its manifest: the sha256 of the metadata image, and of every chunk of the blob. So whoever knows the name can
-check any chunk the moment it arrives, without the rest. Chunks are 256 KiB: on a 559 MB base the first imports of Python,
-gcc and git touch a fifth of them. The layer of an image that is read out of its registry has the chunks that the image has: version 2,
-which says where they are (`Origin`). Blocking; imports the standard library, msgspec and dsec.errors only.
+The layer is named by the sha256 of its manifest, which has the hash of the metadata image, and of every chunk of the blob. So whoever knows
+the name can check any chunk the moment it arrives, without the rest. Chunks are 256 KiB: on a 559 MB base the first imports of Python,
+gcc and git touch a fifth of them. The hashes are BLAKE3's (version 3), at 9.6 GB/s a core against sha256's 2.0: while a reader waits for
+chunks to be checked, that is a quarter of the loader's work. Layers of older nodes have sha256 (version 1). The layer of an image that
+is read out of its registry has the chunks and hashes that the image has: version 2, which says where they are (`Origin`).
+Blocking; imports the standard library, blake3, msgspec and dsec.errors only.
 """
 
 from __future__ import annotations
@@ -13,12 +15,12 @@ import hashlib
 import os
 
 import msgspec
+from blake3 import blake3
 
 from dsec.errors import NodeError
 
 CHUNK = 256 * 1024
-VERSION = 1
-VERSION_ORIGIN = 2
+VERSION_SHA256, VERSION_ORIGIN, VERSION = 1, 2, 3
 
 
 class Origin(msgspec.Struct, frozen=True, kw_only=True):
@@ -33,21 +35,25 @@ class Origin(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """``meta``: sha256 (hex) of the metadata image, ``meta_size`` its bytes; ``size``: bytes of the blob; ``chunks``: the sha256 of each
-    ``chunk`` bytes of it, the last one shorter; with ``origin`` of the pieces that it names."""
+    """``meta``: hash (hex) of the metadata image, ``meta_size`` its bytes; ``size``: bytes of the blob; ``chunks``: the hash of each
+    ``chunk`` bytes of it, the last one shorter; with ``origin`` of the pieces that it names. ``v`` says which hash: see above."""
 
-    v: int = VERSION
+    v: int
     meta: str
     meta_size: int
     size: int
     chunk: int = CHUNK
     chunks: tuple[str, ...]
-    origin: Origin | msgspec.UnsetType = msgspec.UNSET  # absent in version 1, whose bytes name layers
+    origin: Origin | msgspec.UnsetType = msgspec.UNSET  # absent in the others, whose bytes name layers
 
     @property
     def total(self) -> int:
         """Bytes of both files."""
         return self.meta_size + self.size
+
+    def hash(self, data: bytes | memoryview) -> str:
+        """Of bytes, as this manifest has it."""
+        return blake3(data).hexdigest() if self.v == VERSION else hashlib.sha256(data).hexdigest()
 
     def span(self, number: int) -> tuple[int, int]:
         """Offset and length of a chunk."""
@@ -93,7 +99,8 @@ def decode(data: bytes, name: str) -> Manifest:
 def _sound(manifest: Manifest) -> bool:
     origin = manifest.origin
     if origin is msgspec.UNSET:
-        return manifest.v == VERSION and manifest.chunk > 0 and len(manifest.chunks) == -(-manifest.size // manifest.chunk)
+        even = manifest.chunk > 0 and len(manifest.chunks) == -(-manifest.size // manifest.chunk)
+        return even and manifest.v in (VERSION_SHA256, VERSION)
     lists = (origin.starts, origin.lengths, origin.at, origin.until, origin.skip)
     if manifest.v != VERSION_ORIGIN or any(len(each) != len(manifest.chunks) for each in lists):
         return False
@@ -111,28 +118,29 @@ def load(path: str | os.PathLike[str], name: str) -> Manifest:
         return decode(file.read(), name)
 
 
-def survey(meta: str | os.PathLike[str], data: str | os.PathLike[str], chunk: int = CHUNK) -> Manifest:
+def survey(meta: str | os.PathLike[str], data: str | os.PathLike[str], chunk: int = CHUNK, v: int = VERSION) -> Manifest:
     """The manifest of two files; reads both once."""
+    known = Manifest(v=v, meta="", meta_size=os.stat(meta).st_size, size=os.stat(data).st_size, chunk=chunk, chunks=())
     with open(meta, "rb") as file:
-        head = hashlib.file_digest(file, "sha256").hexdigest()
+        head = known.hash(file.read())
     chunks = []
     with open(data, "rb") as file:
         while piece := file.read(chunk):
-            chunks.append(hashlib.sha256(piece).hexdigest())
-    return Manifest(meta=head, meta_size=os.stat(meta).st_size, size=os.stat(data).st_size, chunk=chunk, chunks=tuple(chunks))
+            chunks.append(known.hash(piece))
+    return msgspec.structs.replace(known, meta=head, chunks=tuple(chunks))
 
 
 def check(known: Manifest, meta: str | os.PathLike[str], data: str | os.PathLike[str]) -> bool:
     """Whether two files are what a manifest says; reads both once."""
     if known.origin is msgspec.UNSET:
-        return survey(meta, data, known.chunk) == known
+        return survey(meta, data, known.chunk, known.v) == known
     with open(meta, "rb") as file:
-        if hashlib.file_digest(file, "sha256").hexdigest() != known.meta:
+        if known.hash(file.read()) != known.meta:
             return False
     with open(data, "rb") as file:
         for number, digest in enumerate(known.chunks):
             start, length = known.span(number)
             file.seek(start)
-            if hashlib.sha256(file.read(length)).hexdigest() != digest:
+            if known.hash(file.read(length)) != digest:
                 return False
     return os.stat(data).st_size == known.size

@@ -21,7 +21,6 @@ Whatever is read is checked against the manifest, so an altered or truncated obj
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 import re
 import secrets
@@ -88,7 +87,7 @@ class RemoteStore:
 
     def check_meta(self, digest: str, known: Manifest, data: bytes) -> None:
         """Raises `NodeError` when this is not the layer's metadata."""
-        if len(data) != known.meta_size or hashlib.sha256(data).hexdigest() != known.meta:
+        if len(data) != known.meta_size or known.hash(data) != known.meta:
             raise NodeError("the layer's metadata in the store was altered", field="layer", value=digest, retryable=False)
 
     async def get_range(self, digest: str, offset: int, length: int) -> bytes:

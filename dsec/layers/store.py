@@ -151,6 +151,11 @@ class LayerStore:
         chunk yet. The files must be what the manifest says (whoever fetched or made them has checked). Raises `NodeError`."""
         return await tools.in_thread(self._put_split, Path(meta), Path(data) if data else None, known, name, info)
 
+    async def put_fetched(self, meta: bytes, known: bytes, name: str, info: LayerInfo, ahead: bytes = b"") -> LayerRef:
+        """`put_split` of metadata in memory, without a blob: a sandbox waits for it, so all is one visit to a thread. ``ahead``: what to
+        fetch before it is read."""
+        return await tools.in_thread(self._put_fetched, meta, known, name, info, ahead)
+
     def side(self, digest: str, suffix: str) -> Path:
         """A file of a split layer: ``.erofs``, ``.data``, ``.manifest``, ``.data.map`` or ``.touched``."""
         return self._blobs / (digest.replace(":", "-") + suffix)
@@ -331,6 +336,20 @@ class LayerStore:
                 file.truncate(found.size)  # no fsync: its size is checked with each use, and `_publish` syncs the directory
 
         return self._publish(meta, digest, "split", found.total, name, record, place)
+
+    def _put_fetched(self, meta: bytes, known: bytes, name: str, info: LayerInfo, ahead: bytes) -> LayerRef:
+        stage, lock = self._stage()
+        try:
+            (stage / "meta").write_bytes(meta)
+            ref = self._put_split(stage / "meta", None, known, name, info)
+            if ahead:
+                self.side(manifest.digest(known), ".ahead").write_bytes(ahead)
+            return ref
+        finally:
+            try:
+                remove_tree(stage)
+            finally:
+                os.close(lock)
 
     def _publish(
         self,

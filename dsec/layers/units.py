@@ -25,7 +25,10 @@ _PROGRAM, _FOLDER = 1, 2
 class Extent(ctypes.Structure):
     """``struct extent``."""
 
-    _fields_ = (("start", ctypes.c_uint64), ("end", ctypes.c_uint64), ("unit", ctypes.c_uint32), ("flags", ctypes.c_uint32))
+    _fields_ = (
+        *(("start", ctypes.c_uint64), ("end", ctypes.c_uint64), ("unit", ctypes.c_uint32), ("flags", ctypes.c_uint32)),
+        *(("nid", ctypes.c_uint64), ("at", ctypes.c_uint64)),
+    )
 
 
 class Unit:
@@ -113,17 +116,43 @@ class Units:
 
 def read(meta: str, library: str = str(LIBRARY)) -> list[tuple[int, int, int, int]]:
     """The extents of a metadata image; [] without the library, or of an image that it does not understand. Some milliseconds."""
+    found, count = extents(meta, LARGE, library)
+    return [(each.start, each.end, each.unit, each.flags) for each in found[:count]]
+
+
+def extents(meta: str, large: int, library: str = str(LIBRARY)) -> tuple[ctypes.Array[Extent], int]:
+    """`read` as the library has it, and how many; ``large``: bytes above which a file is a unit of its own."""
     if (loaded := load(library)) is None:
-        return []
+        return (Extent * 0)(), 0
     try:
         with open(meta, "rb") as file:
             data = file.read()
     except OSError:
-        return []
+        return (Extent * 0)(), 0
     call = loaded.files_read
     call.restype = ctypes.c_int64
     call.argtypes = (ctypes.c_char_p, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_void_p, ctypes.c_uint64)
     room = len(data) // 32  # as many as an image can have inodes: most files are one piece
     found = (Extent * room)()
-    count = call(data, len(data), LARGE, ctypes.addressof(found), room)
-    return [(each.start, each.end, each.unit, each.flags) for each in found[: max(count, 0)]]
+    return found, max(call(data, len(data), large, ctypes.addressof(found), room), 0)
+
+
+class Mounted:
+    """The files of a metadata image and of its mount, by where they are in the blob: so the kernel can be asked to read some."""
+
+    LEAST = 16 * 1024  # bytes of a file: to read less of it ahead costs more than it spares
+
+    def __init__(self, meta: str, mount: int, library: str = str(LIBRARY)) -> None:
+        self._mount = mount
+        self._library = load(library)
+        self._extents, self._count = extents(meta, 0, library)
+        if self._library is not None:
+            self._library.files_warm.restype = ctypes.c_int64
+            self._library.files_warm.argtypes = (ctypes.c_int, ctypes.c_void_p, *(ctypes.c_uint64,) * 4)
+
+    def read(self, start: int, end: int) -> int:
+        """These bytes of the blob, into the memory of those who read the files; returns how many there are of files. Waits for them."""
+        if self._library is None or not self._count:
+            return 0
+        where = ctypes.addressof(self._extents)
+        return int(self._library.files_warm(self._mount, where, self._count, start, end, self.LEAST))

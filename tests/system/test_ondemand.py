@@ -262,7 +262,7 @@ def durable(data: str, all_: list[int]) -> set[int]:
 
 @pytest.mark.parametrize("way", ["fanotify"], indirect=True)
 async def test_the_order_of_first_reads_is_recorded_and_fetched_ahead_elsewhere(box: Box, tmp_path: Path) -> None:
-    """A second node has the chunks of the first one's run before anybody asks for them."""
+    """A second node has the chunks of the first one's run before anybody asks for them, and their files in memory."""
     fd = box.mount(await box.plan())
     box.check(fd, ["f004", "f002"])
     await until(box.node.store.side(box.digest, ".touched").exists)  # it is written now and then
@@ -277,6 +277,8 @@ async def test_the_order_of_first_reads_is_recorded_and_fetched_ahead_elsewhere(
     fd = box.mount(plan)
     wanted = set(plan.lazy.ahead)
     await until(lambda: wanted <= set(box.server.chunks()))
+    await until(lambda: box.in_memory(fd, "f002") and box.in_memory(fd, "f004"))
+    assert not box.in_memory(fd, "f006")
     box.check(fd, ["f002", "f004"])
     assert len(box.server.chunks()) == len(set(box.server.chunks()))
 

@@ -45,7 +45,7 @@ class Box:
         bitmap = str(place / "blob.map")
         Filler.create(bitmap)
         hashes = tuple(hashlib.sha256(DATA[start : start + CHUNK]).hexdigest() for start in range(0, len(DATA), CHUNK))
-        known = Manifest(meta="", meta_size=0, size=len(DATA), chunk=CHUNK, chunks=hashes)
+        known = Manifest(v=1, meta="", meta_size=0, size=len(DATA), chunk=CHUNK, chunks=hashes)
         self.fd = os.open(self.path, os.O_RDWR)
         self.pool = ThreadPoolExecutor(2)
         self.whole = threading.Event()

@@ -7,14 +7,18 @@
 
 extern void *malloc(size_t);
 extern void free(void *), qsort(void *, size_t, size_t, int (*)(const void *, const void *));
+extern int close(int), open_by_handle_at(int, void *, int), name_to_handle_at(int, const char *, void *, int *, int);
+extern long readahead(int, int64_t, size_t);
 
-enum { SUPER = 1024, DIRENT = 12, PLAIN = 0, INLINE = 2, CHUNKED = 4, WITH_INDEX = 0x20, PROGRAM = 1, DIRECTORY = 2 };
+enum { SUPER = 1024, DIRENT = 12, PLAIN = 0, INLINE = 2, CHUNKED = 4, WITH_INDEX = 0x20, PROGRAM = 1, DIRECTORY = 2, CLOEXEC = 02000000, EMPTY_PATH = 0x1000 };
+enum { MOST = 128 * 1024 }; /* readahead(2) takes no more at once (ra_pages) */
 enum { TYPE = 0170000, REGULAR = 0100000, FOLDER = 0040000 };
 
 /* Shared with Python (`units.py`). */
 struct extent {
 	uint64_t start, end;
 	uint32_t unit, flags; /* PROGRAM: a large one that the dynamic loader may map; DIRECTORY: of small files */
+	uint64_t nid, at;     /* of the first file of it, and where in that file it begins */
 };
 
 struct image {
@@ -56,7 +60,7 @@ static int inode(const struct image *image, uint64_t nid, struct inode *out)
 	return 1;
 }
 
-static void file(struct image *image, const struct inode *found, uint32_t folder, uint32_t number, int program)
+static void file(struct image *image, const struct inode *found, uint64_t nid, uint32_t folder, uint32_t number, int program)
 {
 	if (found->layout != CHUNKED || !(found->start & WITH_INDEX) || !found->size)
 		return;
@@ -78,7 +82,7 @@ static void file(struct image *image, const struct inode *found, uint32_t folder
 		if (image->count == image->most)
 			return;
 		last = &image->out[image->count++];
-		*last = (struct extent){start, start + length, large ? number : folder, large ? (program ? PROGRAM : 0) : DIRECTORY};
+		*last = (struct extent){start, start + length, large ? number : folder, large ? (program ? PROGRAM : 0) : DIRECTORY, nid, begin};
 	}
 }
 
@@ -103,7 +107,7 @@ static void block(struct image *image, uint64_t at, uint64_t length, uint32_t fo
 		if (name < names || end < name || end > length || !inode(image, nid, &found))
 			continue;
 		if ((found.mode & TYPE) == REGULAR)
-			file(image, &found, folder, (*units)++, (found.mode & 0111) || names_library(image, at + name, at + end));
+			file(image, &found, nid, folder, (*units)++, (found.mode & 0111) || names_library(image, at + name, at + end));
 		else if ((found.mode & TYPE) == FOLDER && image->data[at + name] != '.' && image->found < image->room)
 			image->folders[image->found++] = nid;
 		else if ((found.mode & TYPE) == FOLDER && end - name > 2 && image->data[at + name + 2] && image->found < image->room)
@@ -160,4 +164,52 @@ int64_t files_read(const uint8_t *data, uint64_t size, uint64_t big, struct exte
 			out[kept++] = out[next];
 	}
 	return (int64_t)kept;
+}
+
+struct handle { /* file_handle */
+	uint32_t bytes;
+	int32_t type;
+	uint32_t word[8];
+};
+
+/* A file by its nid, as this kernel names EROFS's: FILEID_INO64_GEN since Linux 6.16, FILEID_INO32_GEN before; -1 when it is neither. */
+static int open_file(int mount, int type, uint64_t nid)
+{
+	struct handle long_one = {12, 0x81, {(uint32_t)(nid >> 32), (uint32_t)nid}}, short_one = {8, 1, {(uint32_t)nid}};
+	if (type == long_one.type)
+		return open_by_handle_at(mount, &long_one, CLOEXEC);
+	return type == short_one.type && nid <= UINT32_MAX ? open_by_handle_at(mount, &short_one, CLOEXEC) : -1;
+}
+
+/*
+ * Have the kernel read the bytes ``start`` to ``end`` of the blob through the image's mount: afterwards whoever reads those files finds them in
+ * memory. ``extents`` are files_read's with ``big`` 0, so each is of one file. Pieces below ``least`` bytes are not worth their opening.
+ * Returns how many bytes were asked for.
+ */
+int64_t files_warm(int mount, const struct extent *extents, uint64_t count, uint64_t start, uint64_t end, uint64_t least)
+{
+	struct handle top = {sizeof top.word, 0, {0}};
+	uint64_t low = 0, high = count;
+	int64_t asked = 0;
+	int id;
+	if (name_to_handle_at(mount, "", &top, &id, EMPTY_PATH))
+		return 0;
+	while (low < high) { /* the first that ends behind start */
+		uint64_t middle = low + (high - low) / 2;
+		if (extents[middle].end <= start)
+			low = middle + 1;
+		else
+			high = middle;
+	}
+	for (; low < count && extents[low].start < end; low++) {
+		uint64_t from = extents[low].start > start ? extents[low].start : start, to = extents[low].end < end ? extents[low].end : end;
+		int fd = to > from && to - from >= least ? open_file(mount, top.type, extents[low].nid) : -1;
+		if (fd < 0)
+			continue;
+		for (uint64_t at = from; at < to; at += MOST)
+			readahead(fd, (int64_t)(extents[low].at + at - extents[low].start), to - at < MOST ? to - at : MOST);
+		close(fd);
+		asked += (int64_t)(to - from);
+	}
+	return asked;
 }
