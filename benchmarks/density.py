@@ -24,6 +24,9 @@ KEYS = (
     "exec_ms_p99",
     "stop_all_s",
     "costs",
+    "filling_loop_lag_ms_p99",
+    "left",
+    "left_after_end",
 )
 DEFAULTS = {"n": 10_000, "singles": 40, "execs": 500, "slice": 500, "watch": 20.0}
 LEVELS = (1_000, 3_200)  # live sandboxes beside which the cost of one more is taken, besides none and all

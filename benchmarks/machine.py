@@ -93,13 +93,14 @@ def own(before: Processes, now: Processes, pids: frozenset[int]) -> Iterator[int
 
 
 def look(pids: Collection[int]) -> State:
-    """``pids``: processes that belong to the run; their descriptors are counted. Takes a moment where there are thousands of processes."""
+    """``pids``: processes that belong to the run; their descriptors are counted, but for this process's own. Takes a moment where there
+    are thousands of processes."""
     groups = frozenset(folder for folder, _, _ in os.walk(CGROUPS / "memory" if (CGROUPS / "memory").exists() else CGROUPS))
     counts = {
         "memory_cgroups": len(groups),
         "dying_memory_cgroups": memory_cgroups() - len(groups),
         "mounts": len(Path("/proc/self/mountinfo").read_text().splitlines()),
-        "descriptors": sum(_count(f"/proc/{pid}/fd") for pid in pids),
+        "descriptors": sum(_count(f"/proc/{pid}/fd") for pid in pids if pid != os.getpid()),
     }
     return State(frozenset(pids), counts, available(), groups, running())
 

@@ -27,7 +27,7 @@ KEYS = {
     "idle": {"edge_rss_mib", "mib_per_sandbox"},
     "density": {
         *("live", "create_per_s", "create_ms_p50_first", "create_ms_p50_last", "mib_per_sandbox"),
-        *("exec_ms_p50", "exec_ms_p99", "stop_all_s", "costs"),
+        *("exec_ms_p50", "exec_ms_p99", "stop_all_s", "costs", "filling_loop_lag_ms_p99", "left", "left_after_end"),
     },
     "stop": {"stop_ms_p50", "stop_1000_s"},
     "sustained": {"per_s", "minutes", "refused", "lost"},
