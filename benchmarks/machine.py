@@ -8,7 +8,7 @@ import time
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 SETTLE = 20.0  # seconds in which the kernel frees what belongs to the dead
 CGROUPS = Path("/sys/fs/cgroup")
@@ -124,10 +124,10 @@ def _count(path: str) -> int:
         return 0
 
 
-def more(before: State, now: State) -> dict[str, object]:
+def more(before: State, now: State) -> dict[str, Any]:
     """What there is more of than before (pure): counts, memory (less of it available, and of that what the run's processes have, in MiB),
     and in ``named`` which groups and processes."""
-    found: dict[str, object] = {name: now.counts[name] - count for name, count in before.counts.items()}
+    found: dict[str, Any] = {name: now.counts[name] - count for name, count in before.counts.items()}
     ours, theirs = set(own(before.running, now.running, now.pids)), set(own(before.running, before.running, before.pids))
     found["processes"] = len(ours) - len(theirs)
     found["memory_mib"] = (before.available - now.available) >> 20
@@ -138,13 +138,13 @@ def more(before: State, now: State) -> dict[str, object]:
     return found
 
 
-async def left(before: State) -> dict[str, object]:
+async def left(before: State) -> dict[str, Any]:
     """What there is `more` of than before, once nothing is or `SETTLE` has passed; and in ``without_caches`` how that is when the kernel
     has dropped what it keeps of files only because nobody needs the memory: a removed group stays while a page is charged to it."""
     end = time.monotonic() + SETTLE
     while True:
         found = more(before, await asyncio.to_thread(look, before.pids))
-        if time.monotonic() > end or not any(found[name] for name in ("memory_cgroups", "dying_memory_cgroups", "mounts", "processes")):
+        if time.monotonic() > end or all(found[name] <= 0 for name in ("memory_cgroups", "dying_memory_cgroups", "mounts", "processes")):
             break
         await asyncio.sleep(0.5)
     await asyncio.to_thread(drop_caches)

@@ -2,7 +2,7 @@
 
 Where hundreds are asked for at once, as at the beginning of a burst, hundreds of processes would be ready to run, and the Edge, who
 answers all the others, would be one among them: its loop came 0.1 s late beside 500, and comes 0.01 s late so. The last one of them ends
-no later for it, half of them a fifth earlier.
+a little later for it, half of them a fifth earlier.
 """
 
 from __future__ import annotations
