@@ -31,6 +31,7 @@ AHEAD, WHOLE = b"ahead", b"whole"  # what the first answer says of a launch whos
 FAST_DEATHS = 20  # after so many with no launch between them a zygote is not started again: something is wrong with this node
 KILL_AFTER = 2.0  # seconds that a zygote may go on with a launch that nobody wants any more
 STRAY_AFTER = 0.3  # seconds in which a process that was made ahead and that no launch has taken has ended
+AHEAD_LASTS = 5.0  # seconds without a launch after which a zygote lets go of it (IDLE_MS of launcher/zygote.c)
 
 
 class Launch(NamedTuple):
@@ -171,7 +172,8 @@ class Zygotes(Core):
             zygote.unwanted = zygote.unwanted or now
             if now - zygote.unwanted > KILL_AFTER:
                 syscalls.pidfd_send_signal(zygote.pidfd, signal.SIGKILL)  # its end comes as an event
-        return KILL_AFTER / 4 if unwanted else STRAY_AFTER if self.strays_at else 5.0
+        strays = max(self.strays_at - now, 0.0) + 0.01 if self.strays_at else 5.0
+        return min(strays, KILL_AFTER / 4 if unwanted else 5.0)
 
     def zygote_event(self, fd: int) -> bool:
         """An answer or a death; False when the descriptor is none of theirs."""
@@ -204,6 +206,8 @@ class Zygotes(Core):
                 self._born(zygote.box, pid, fds[0], text in (AHEAD, WHOLE))
             else:
                 box, zygote.box = zygote.box, None
+                if zygote.ahead and not self.strays_at:
+                    self.strays_at = time.monotonic() + AHEAD_LASTS + STRAY_AFTER
                 self._launched(box, pid, f"{data[ANSWER.size :].decode(errors='replace')}: {os.strerror(code)}" if code else "")
         self._hand_out_launches()
         return True

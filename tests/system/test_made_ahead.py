@@ -231,3 +231,21 @@ async def test_large_environments_and_many_arguments_come_with_the_order(backend
     third = await backend.launch(yard.plan(backend.node, resources=Resources(memory=128 * MIB, disk=16 * MIB)))
     for each in (third, taken, box):
         await each.stop()
+
+
+async def test_a_node_that_is_asked_for_nothing_has_only_namespaces_ahead(backend: Any, yard: Yard) -> None:
+    """After some seconds no process, group or socket waits any more; the next sandbox still finds its namespaces made."""
+    first, second = yard.plan(backend.node), yard.plan(backend.node)
+    announced(backend, second)
+    box = await backend.launch(first)
+    [pid] = await made(backend)
+    network = os.readlink(f"/proc/{pid}/ns/net")
+    await until(lambda: not groups(backend) | sockets(backend), "something that was made ahead stays")
+    await until(lambda: not os.path.exists(f"/proc/{pid}"), "its process is waited for by nobody")
+    backend.site.upcoming = lambda _: ()
+    taken = await backend.launch(second)
+    assert taken.pid != pid
+    assert os.readlink(taken.netns) == network
+    assert (await sh(taken, "cat /proc/sys/kernel/hostname"))[1].strip() == second.hostname
+    await taken.stop()
+    await box.stop()

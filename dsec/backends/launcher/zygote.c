@@ -34,7 +34,7 @@
 #include <unistd.h>
 #include <linux/sched.h>
 
-enum { CONTROL_FD = 3, FDS_A_MESSAGE = 250, MAX_FDS = MAX_LOWERS + 1, SETUP_MS = 30000, QUIET_MS = 4, MAX_TEXT = 1000 };
+enum { CONTROL_FD = 3, FDS_A_MESSAGE = 250, MAX_FDS = MAX_LOWERS + 1, SETUP_MS = 30000, QUIET_MS = 4, IDLE_MS = 5000, MAX_TEXT = 1000 };
 static const char *const NODES[] = {"null", "zero", "full", "random", "urandom", "tty"};
 enum { NODE_COUNT = sizeof NODES / sizeof *NODES };
 
@@ -67,6 +67,7 @@ static struct nursery { /* the namespaces that a sandbox's root governs, and the
     struct nurse nurse;
     uint32_t base, count;
     int others, userns, pidfd;
+    bool entered; /* a process made ahead has been in all of them, and has heard in its place that they are there */
 } nursery;
 static jmp_buf failed;
 static int failed_error;
@@ -283,6 +284,18 @@ static void let_go_of_all(void) {
     let_go(false);
 }
 
+/* A node that is asked for nothing has no groups and file systems that wait: of what was made ahead the namespaces stay. */
+static void let_go_but_nursery(void) {
+    nursery.entered = ahead_leave();
+    if (!nursery.entered) {
+        let_go_of_all();
+        return;
+    }
+    ahead_dismiss(home_names);
+    for (int fd = first_free; fd < first_free + 2 * MAX_FDS; fd++)
+        if (fd != nursery.nurse.told && fd != nursery.userns && fd != nursery.pidfd) close(fd);
+}
+
 /* When this fails the next request makes them itself, and tells why it cannot. */
 static void make_ahead(uint32_t base, const int *layers) {
     static int chosen[MAX_NODES];
@@ -314,8 +327,8 @@ static struct started start(void) {
     if (ahead_fits(order, fds + 1)) return ahead_take(order);
     for (int i = 0; i < order->node_count; i++) chosen[i] = node_by_name(order->nodes[i]);
     int others = (int)order->namespaces & (CLONE_NEWNET | CLONE_NEWIPC | CLONE_NEWUTS);
-    bool ahead = order->has_ids && made_ahead(others), entered = ahead && ahead_is_there();
-    if (entered) ahead = ahead_leave(); /* its namespaces are taken without it: nothing was done in them */
+    bool ahead = order->has_ids && made_ahead(others);
+    if (ahead && ahead_is_there()) ahead = nursery.entered = ahead_leave(); /* its namespaces are taken without it: nothing was done in them */
     if (order->has_ids && !ahead) dismiss(&nursery.nurse), call_for(order->base, order->count, others);
     for (int i = 0; i < order->group_count; i++) homes[i] = open_home(order->groups[i], &joins[i]);
     if (order->group2) make_groups(); /* to be born in it */
@@ -330,7 +343,7 @@ static struct started start(void) {
     int kept = keep_upper(upper);
     struct prepared prepared = {
         .order = order, .overlay = overlay, .upper = kept, .listener = listener, .nurse = order->has_ids ? nursery.pidfd : -1,
-        .nurse_told = ahead && entered ? -1 : nursery.nurse.told, .empty_namespace = empty_namespace, .empty_directory = empty_directory,
+        .nurse_told = nursery.entered ? -1 : nursery.nurse.told, .empty_namespace = empty_namespace, .empty_directory = empty_directory,
         .nodes = chosen, .homes = homes, .joins = joins,
     };
     int ends[2], made[2], pidfd = -1;
@@ -387,9 +400,9 @@ static void reply(const struct answer *answer, int pidfd) {
 
 /* Whether nothing more is asked. The agent that was just executed is called in this moment: a core is left to that, and what else is to
  * do here waits (letting go of mounts disturbs all cores). */
-static bool is_quiet(void) {
+static bool is_quiet(int milliseconds) {
     struct pollfd next = {.fd = CONTROL_FD, .events = POLLIN};
-    return poll(&next, 1, QUIET_MS) == 0;
+    return poll(&next, 1, milliseconds) == 0;
 }
 
 int zygote_main(void) {
@@ -430,12 +443,13 @@ int zygote_main(void) {
             if (child.whole && !answer.error) ahead_taken_over();
         }
         reply(&answer, -1);
-        bool quiet = !answer.error && is_quiet();
+        bool quiet = !answer.error && is_quiet(QUIET_MS);
         ahead_dismiss(home_names);
         dismiss(&nursery.nurse);
         bool next = quiet && request.next && order->has_ids;
         let_go(next);
         if (next) make_ahead(request.next, fds + 1);
+        if (ahead_is_there() && is_quiet(IDLE_MS)) let_go_but_nursery();
     }
     let_go_of_all();
     return 0;
