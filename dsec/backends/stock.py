@@ -28,6 +28,7 @@ class Stock:
         self._spares = Spares(groups)
         self._live, self._spawn = live, spawn
         self.given = 0  # spares that became a sandbox's
+        self._like = True  # the last launch made its groups, and its zygote makes a process with groups like them ahead
         self._works = False
         self._last = 0.0
         self._closed = False
@@ -39,13 +40,15 @@ class Stock:
         """Make a spare the group ``name``, where one is there. True when it has the quota of ``limits``. ``ahead``: it may be of those
         that zygotes make ahead, which need none."""
         last, self._last = self._last, time.monotonic()
-        if ahead and self._last - last > PAUSE_S:
+        if ahead and self._like and self._last - last > PAUSE_S:
             self._spares.cpus = limits.cpus  # those that are made next are for the likes of it
             return False
         if (spare := self._spares.take(limits)) is None or not await asyncio.to_thread(self._spares.become, spare, name):
+            self._like = True
             return False
         self.given += 1
-        return spare.cpus == limits.cpus
+        self._like = spare.cpus != limits.cpus
+        return not self._like
 
     def settle(self) -> None:
         """A sandbox was launched, or has ended: see that there are as many spares as there should be."""

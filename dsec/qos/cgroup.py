@@ -235,7 +235,7 @@ class Cgroups:
 
     def order(self, name: str, limits: Limits, *, has_quota: bool = False) -> Order:
         """What makes the group of one sandbox with its limits; it counts as one of ours from now on, until `destroy`. ``has_quota``: it is
-        there already, with these ``cpus``."""
+        there already, with these ``cpus``, so that no directory is to be made."""
         self._live += 1
         writes = [(f"{self.path('devices', name)}/{file}", rule) for file, rule in _DEVICE_RULES] if self._devices else []
         for controller, wanted in settings(self.version, limits).items():
@@ -246,7 +246,7 @@ class Cgroups:
             ]
         directories = self.directories(name)
         joint = "cgroup.procs" if self.version == 2 else "tasks"
-        return Order(directories, tuple(writes), tuple(f"{path}/{joint}" for path in directories))
+        return Order(() if has_quota else directories, tuple(writes), tuple(f"{path}/{joint}" for path in directories))
 
     def create(self, name: str, limits: Limits) -> Order:
         """Carry an `order` out. A group of that name left by an earlier try is used again.
