@@ -133,7 +133,7 @@ def more(before: State, now: State) -> dict[str, Any]:
     found["memory_mib"] = (before.available - now.available) >> 20
     found["processes_mib"] = (sum(now.running[pid].resident for pid in ours) - sum(before.running[pid].resident for pid in theirs)) >> 20
     named = [*sorted(now.groups - before.groups), *(f"{now.running[pid].name} ({pid})" for pid in sorted(ours - theirs))]
-    if found["processes"] or now.groups != before.groups:
+    if found["processes"] > 0 or now.groups - before.groups:
         found["named"] = named[:NAMED]
     return found
 
