@@ -32,6 +32,7 @@ n() { case $2 in *[!0-9]*) ;; *) echo "$2:$2"; return;; esac
 while IFS=: read -r a b c d; do [ "$a" = "$2" ] && echo "$c:$d" && return; done <$1; echo "$2" >&2; exit 1; }
 n /etc/passwd "$1"; n /etc/group "$2"
 """
+_READER = {"memory": "256MiB", "disk": "64MiB"}  # of a sandbox that is only read: where disks are memory, limits are room on the node
 _OUTPUT = 4000  # characters of a failed command's output that are shown
 
 
@@ -42,8 +43,8 @@ _OUTPUT = 4000  # characters of a failed command's output that are shown
 @click.option("--target", default="", metavar="STAGE", help="Build this stage. [default: the last]")
 @click.option("--build-arg", multiple=True, metavar="KEY=VALUE", help="Value of an ARG.")
 @click.option("--network", type=click.Choice(["none", "open"]), default="none", show_default=True, help="Network of RUN.")
-@click.option("-m", "--memory", default="2GiB", show_default=True, help="Memory of a step.")
-@click.option("--disk", default="8GiB", show_default=True, help="What a step may write.")
+@click.option("-m", "--memory", default="2GiB", show_default=True, help="Memory of a step; one runs at a time.")
+@click.option("--disk", default="8GiB", show_default=True, help="What it may write. Where disks are memory, a node needs room for both.")
 @click.option("--cpus", default=2.0, show_default=True)
 @click.option("--timeout", default=3600.0, show_default=True, help="Seconds for one RUN.")
 @click.option("--no-cache", is_flag=True, help="Carry out every step.")
@@ -82,6 +83,7 @@ class Builder:
     ) -> None:
         self.client, self.recipe, self.context, self.tell = client, recipe, context, tell
         self.options = options | {"user": "root", "workdir": "/", "ttl": timeout + 600.0}
+        self._reader = self.options | _READER
         self.timeout = timeout
         self.cache = cache
         self.ignored = layer_copy.ignore_rules(context)
@@ -105,11 +107,17 @@ class Builder:
         while begin and sandbox is None:
             # The last step that was carried out before; what stands before it is in its image.
             try:
-                sandbox = await self.client.create(f"build/{keys[begin - 1]}", **self.options)
+                sandbox = await self.client.create(name := f"build/{keys[begin - 1]}", **self.options)
             except NotFound:
                 begin -= 1
         if sandbox is None:
-            sandbox = await self.client.create(await self._base(recipe), **self.options)
+            sandbox = await self.client.create(name := await self._base(recipe), **self.options)
+        wanted = [step.stage for step in recipe.steps[begin:] if step.kind == "copy" and step.stage >= 0 and step.stage not in self._done]
+        if wanted:  # they are built before this one holds its room on the node: there may be none for two
+            await sandbox.stop()
+            for stage in wanted:
+                await self._built(stage)
+            sandbox = await self.client.create(name, **self.options)
         running = [sandbox]
 
         async def end() -> None:  # the one that runs then
@@ -152,7 +160,7 @@ class Builder:
         """A sandbox that holds what a COPY --from reads."""
         name = step.image or str(step.stage)
         if name not in self._open:
-            self._open[name] = await self.client.create(step.image or await self._built(step.stage), **self.options)
+            self._open[name] = await self.client.create(step.image or await self._built(step.stage), **self._reader)
             stack.push_async_callback(self._shut, name)
         return self._open[name]
 
@@ -195,7 +203,7 @@ class Builder:
             recipe = self._of(stage)
             return (await self._keys(recipe))[-1:] or await self._state(recipe.parent, recipe.base)
         if image not in self._known_keys:
-            async with self.client.sandbox(image, **self.options) as sandbox:
+            async with self.client.sandbox(image, **self._reader) as sandbox:
                 self._known_keys[image] = [layer.digest for layer in sandbox.layers]
         return self._known_keys[image]
 

@@ -12,7 +12,7 @@ from dsec.commands.layer_common import open_store, show_ref, stored, told
 
 @click.command("pull")
 @click.argument("image", metavar="IMAGE|DIR|TAR")
-@click.option("--name", default="", help="Name of the layer. [default: the image's]")
+@click.option("--name", default="", help="Name of the layer. [default: the image's; of a directory or tar, that of the file]")
 @click.option("--tag", default="", help="Which image of a directory or tar that holds several.")
 @click.option("--limit", default="3GiB", show_default=True, help="Larger images stay one layer for each of their own.")
 @stored

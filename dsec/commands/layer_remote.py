@@ -93,7 +93,8 @@ def ahead(settings: Settings, name: str, remote: str | None, config: str | None,
         return {"digest": ref.digest, "chunks": await made.push_touched(opened, open_remote(config, remote), ref.digest)}
 
     done = run(work())
-    emit(done) if settings.json else click.echo(f"{done['chunks']} chunks of {str(done['digest'])[:19]}")
+    none = "" if done["chunks"] else ": nothing was uploaded, for this node has not filled it while sandboxes read it"
+    emit(done) if settings.json else click.echo(f"{done['chunks']} chunks of {str(done['digest'])[:19]}{none}")
 
 
 @click.group("remote")

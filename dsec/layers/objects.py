@@ -130,7 +130,8 @@ def errors(what: str) -> Iterator[None]:
     except (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError) as error:
         raise _keys(error, what) from error
     except exceptions.NotSupportedError as error:
-        raise Unsupported("this layer store cannot do that", field=FIELD, value=what, reason=_short(error)) from error
+        fix = "serve it by one that answers Range requests, such as nginx or Caddy" if "Range" in str(error) else ""
+        raise Unsupported(f"the layer store's server cannot do that: {_short(error)}", field=FIELD, value=what, fix=fix) from error
     except exceptions.AlreadyExistsError as error:
         raise Conflict("the layer store has that object already", field="layer", value=what) from error
     except (exceptions.BaseError, OSError) as error:

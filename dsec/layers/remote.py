@@ -304,7 +304,7 @@ class RemoteStore:
         import obstore
 
         if not self.writable:
-            raise Unsupported("a layer store over HTTP cannot be listed", field=objects.FIELD, value=self.url)
+            raise Unsupported("a layer store over HTTP cannot be listed", field=objects.FIELD, value=self.url, fix="give its directory")
 
         def rows() -> Sequence[Any]:
             with objects.errors(prefix):
