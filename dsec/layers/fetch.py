@@ -375,9 +375,13 @@ def _read_through(data: Path, bitmap: Path) -> None:
         time.sleep(0.02)
 
 
-async def push(store: LayerStore, remote: RemoteStore, name: str, tag: str = "", progress: Progress = silent) -> LayerRef:
+async def push(
+    store: LayerStore, remote: RemoteStore, name: str, tag: str = "", progress: Progress = silent, *, done: dict[str, str] | None = None
+) -> LayerRef:
     """Upload a layer of this node and let ``tag`` (default: its name) mean it there. One that is stored in another form is split first;
-    its recorded first reads go with it. Raises `NotFound`, `NodeError`, `Unavailable`, `Unsupported`."""
+    its recorded first reads go with it. ``done``: layers that this push has uploaded already, and their digests there. Raises `NotFound`,
+    `NodeError`, `Unavailable`, `Unsupported`."""
+    done = {} if done is None else done
     ref = await split.split(store, name, progress)
     if store.side(ref.digest, ".data.map").exists():
         raise NodeError("the layer is not whole here", field="layer", value=name, fix="fetch it with `dsec layer fetch`", retryable=False)
@@ -385,9 +389,10 @@ async def push(store: LayerStore, remote: RemoteStore, name: str, tag: str = "",
     pin = mounts.pin_layer(plan)
     try:
         info = await store.info(ref.digest)
-        if info.stack:  # what always goes below it comes along, and is split too
-            below = tuple([(await push(store, remote, digest, "", progress)).digest for digest in info.stack])
-            info = msgspec.structs.replace(info, stack=below)
+        for digest in reversed(info.stack):  # what always goes below it comes along, and is split too; each once, though each has a stack
+            if digest not in done:
+                done[digest] = (await push(store, remote, digest, "", progress, done=done)).digest
+        info = msgspec.structs.replace(info, stack=tuple(done[digest] for digest in info.stack))
         known = await tools.read(store.side(ref.digest, ".manifest"))
         fresh = await remote.put(known, store.side(ref.digest, ".erofs"), store.side(ref.digest, ".data"), info)
     finally:
