@@ -174,7 +174,8 @@ class NodeLayers:
         remote.check_meta(digest, known, meta)
         await self.evict(room=known.total)
         record = msgspec.structs.replace(info, remote=remote.url, names=())
-        await self.store.put_fetched(meta, data, name, record, msgspec.json.encode(ahead) if ahead else b"")
+        hint = manifest.ahead(ahead, len(known.chunks))
+        await self.store.put_fetched(meta, data, name, record, msgspec.json.encode(hint) if hint else b"")
         progress(f"{digest[:19]}: {known.meta_size / 1e6:.1f} MB of metadata here, {known.size / 1e6:.1f} MB when they are read")
 
     async def _use(self, remote: RemoteStore, digest: str) -> None:
@@ -245,7 +246,7 @@ class NodeLayers:
             manifest=str(self.store.side(digest, ".manifest")),
             patience=self.patience,
             touched=str(self.store.side(digest, ".touched")),
-            ahead=msgspec.json.decode(await tools.read(ahead), type=tuple[int, ...]) if ahead.exists() else (),
+            ahead=await _hint(ahead) if ahead.exists() else (),
         )
         return msgspec.structs.replace(plan, lazy=lazy)
 
@@ -403,6 +404,14 @@ async def push(
     if not index.is_digest(tag) and not index.is_short_digest(tag):
         await remote.tag(tag, ref.digest)
     return LayerRef(name=tag, digest=ref.digest)
+
+
+async def _hint(path: Path) -> tuple[int, ...]:
+    """A prefetch list; () of a file that a power cut has spoilt."""
+    try:
+        return manifest.ahead(msgspec.json.decode(await tools.read(path), type=list[int]))
+    except msgspec.DecodeError:
+        return ()
 
 
 async def push_touched(store: LayerStore, remote: RemoteStore, digest: str) -> int:

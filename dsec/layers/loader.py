@@ -51,6 +51,7 @@ DEMAND, NEAR, AHEAD, LOCAL = 12, 4, 4, 4  # threads for what is waited for, what
 SERVE = "serve"
 # Nobody waits for what is fetched ahead, and that is most of the work: who answers a reader, and the reader itself, come before it.
 LONG_S = 0.02  # slices, in seconds
+LEAVE_S = 0.5  # until a layer that is no longer used is let go of
 MOUNT_S = 2.0  # from a blob's mark to its mount, at most
 RETRY_S = 1.0  # a blob that cannot be served is tried again
 BUSY, REST = 6, 10  # of FLUSH_S: flushed so often while chunks come; from the last chunk until the page cache of the blob is given back
@@ -171,7 +172,10 @@ class Worker:
                 self.mounts[message["name"]] = SimpleQueue()
             self._apart(self._adopt, message, list(fds))
         elif message["op"] == "mounted":
-            self.mounts[message["name"]].put(fds[0])
+            if (mounts := self.mounts.get(message["name"])) is None:  # of a message that this worker has not been sent
+                os.close(fds[0])
+            else:
+                mounts.put(fds[0])
         elif message["op"] == "quit":
             self.poll.unregister(self.control.fileno())
             self.control.close()
@@ -235,10 +239,14 @@ class Worker:
             path = mounts.get(timeout=MOUNT_S)  # good for paths only
         except Empty:
             return
-        mount = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=path)
-        os.close(path)
         try:
-            wait(coming)
+            mount = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=path)
+        finally:
+            os.close(path)
+        try:
+            while wait(coming, timeout=LEAVE_S).not_done:  # a store that is silent keeps no layer mounted that nobody uses
+                if blob.closed:
+                    return
             syscalls.run_slice(LONG_S)
             blob.warm(mount)
         finally:

@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import bisect
 import hashlib
+import itertools
 import os
+from collections.abc import Sequence
 
 import msgspec
 from blake3 import blake3
@@ -21,6 +23,7 @@ from dsec.errors import NodeError
 
 CHUNK = 256 * 1024
 VERSION_SHA256, VERSION_ORIGIN, VERSION = 1, 2, 3
+MOST_AHEAD = 8192  # chunks (2 GiB) of a prefetch list: one message tells the loader of a layer
 
 
 class Origin(msgspec.Struct, frozen=True, kw_only=True):
@@ -110,6 +113,11 @@ def _sound(manifest: Manifest) -> bool:
             return False
         end = start + length
     return end <= manifest.size
+
+
+def ahead(numbers: Sequence[int], count: int = 2**31) -> tuple[int, ...]:
+    """What is good of a prefetch list, which comes from a store: numbers of the layer's ``count`` chunks, each once, not too many."""
+    return tuple(itertools.islice((number for number in dict.fromkeys(numbers) if 0 <= number < count), MOST_AHEAD))
 
 
 def load(path: str | os.PathLike[str], name: str) -> Manifest:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import json
 import os
 import signal
 import subprocess
@@ -15,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from dsec import doctor
-from dsec.layers import fetch
+from dsec.layers import fetch, manifest
 from dsec.layers.fetch import NodeLayers
 from dsec.layers.lazy import Kit, Loader
 from dsec.layers.manifest import CHUNK
@@ -281,6 +282,47 @@ async def test_the_order_of_first_reads_is_recorded_and_fetched_ahead_elsewhere(
     assert not box.in_memory(fd, "f006")
     box.check(fd, ["f002", "f004"])
     assert len(box.server.chunks()) == len(set(box.server.chunks()))
+
+
+@pytest.mark.parametrize("way", ["fanotify"], indirect=True)
+async def test_a_prefetch_list_of_any_length_or_a_spoilt_one_harms_nobody(box: Box) -> None:
+    """One that a store altered, an earlier version wrote or a power cut left: all is read as without it."""
+    path = box.node.store.side(box.digest, ".ahead")
+    count = len(manifest.load(box.node.store.side(box.digest, ".manifest"), box.digest).chunks)
+    path.write_bytes(b"[1, 2")
+    plan = await box.plan()
+    assert plan.lazy is not None
+    assert not plan.lazy.ahead
+    path.write_text(json.dumps([-1, 3, 3, *range(200_000)]))
+    fd = box.mount(await box.plan())
+    await until(lambda: set(box.server.chunks()) == set(range(count)))
+    box.check(fd)
+    assert box.loaders[0].deaths == 0
+
+
+@pytest.mark.parametrize("way", ["fanotify"], indirect=True)
+async def test_a_layer_that_goes_while_its_list_is_replayed_stays_nowhere(box: Box) -> None:
+    """The store is silent, and the layer is dropped: its file system ends soon, and the loader has no descriptor of it."""
+    path = box.node.store.side(box.digest, ".ahead")
+    path.write_text(json.dumps([*range(40)]))
+    box.server.held = True
+    box.mount(await box.plan())
+    [loader] = box.loaders
+    descriptors = Path(f"/proc/{loader.pid}/fd")
+
+    def mounted() -> int:
+        return sum(one.is_dir() for one in descriptors.iterdir() if one.exists() and str(one.readlink()) == "/")
+
+    def held() -> int:
+        with contextlib.suppress(FileNotFoundError):
+            return mounted()
+        return -1
+
+    assert await asyncio.to_thread(box.server.asked.wait, 30)
+    await until(lambda: held() > 0)
+    loader.drop(box.digest)
+    await until(lambda: held() == 0)
+    box.server.held = False
 
 
 @pytest.mark.parametrize("lacking", ["fanotify,fuse", "fanotify,fuse,erofs_file", "fanotify,erofs_file,erofs_loop"])

@@ -98,6 +98,14 @@ def test_a_footer_says_where_the_table_is() -> None:
             stargz.toc_offset(wrong)
 
 
+def test_a_prefetch_list_is_a_hint_of_a_store_that_nobody_trusts() -> None:
+    """Its order stays; what is no chunk, or was there already, and what is too much for one message goes."""
+    assert manifest.ahead([5, -1, 3, 5, 10, 2**80, 0], 10) == (5, 3, 0)
+    assert manifest.ahead([]) == ()
+    assert manifest.ahead(range(10**6), 10**6) == tuple(range(manifest.MOST_AHEAD))
+    assert manifest.ahead([2**31, 2**31 - 1]) == (2**31 - 1,)
+
+
 def test_which_chunks_a_read_touches() -> None:
     """Of chunks of one size and of chunks as an image has them: those that share a byte with it, no others."""
     random_ = random.Random(3)

@@ -161,3 +161,24 @@ def test_an_image_that_goes_in_circles_ends(library: str, tmp_path: Path) -> Non
     began = time.thread_time()
     assert units.read(str(path), library) == []
     assert time.thread_time() - began < 20  # without that end an hour
+
+
+def test_what_names_nothing_costs_steps_too(library: str, tmp_path: Path) -> None:
+    """Half a million directories that are all of the image, whose blocks hold no entry: they are left like those that go in circles. The
+    name at its very end has no byte, and nothing behind it is looked at."""
+    size, block = 16 << 20, 512
+    blocks = size // 32 // 42 + 1
+    image = bytearray(size)
+    struct.pack_into("<I", image, 1024, 0xE0F5E1E2)
+    struct.pack_into("<BBH", image, 1024 + 12, 9, 0, 0)
+    struct.pack_into("<I", image, 1024 + 40, 4)  # inodes are from block 4
+    struct.pack_into("<HHHHIII", image, 4 * block, 0, 0, 0o40755, 2, blocks * block, 0, 8)
+    struct.pack_into("<HHHHIII", image, 4 * block + 32, 0, 0, 0o40755, 2, size // 2, 0, size // block // 2)
+    entry = struct.pack("<QHBB", 1, 504, 2, 0) * 42 + b"again\0\0\0"
+    image[8 * block : (8 + blocks) * block] = entry * blocks
+    image[-block : 12 - block] = struct.pack("<QHBB", 1, 12, 2, 0)
+    path = tmp_path / "image"
+    path.write_bytes(image)
+    began = time.thread_time()
+    assert units.read(str(path), library) == []
+    assert time.thread_time() - began < 20  # without that end some minutes

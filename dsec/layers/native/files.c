@@ -96,6 +96,7 @@ static int names_library(const struct image *image, uint64_t at, uint64_t end)
 
 static void block(struct image *image, uint64_t at, uint64_t length, uint32_t folder, uint32_t *units)
 {
+	image->steps--;
 	if (at > image->size || length > image->size - at)
 		return;
 	uint64_t names = get(image, at + 8, 2);
@@ -104,7 +105,7 @@ static void block(struct image *image, uint64_t at, uint64_t length, uint32_t fo
 		uint64_t nid = get(image, at + entry, 8), name = get(image, at + entry + 8, 2);
 		uint64_t end = entry + 2 * DIRENT <= names ? get(image, at + entry + DIRENT + 8, 2) : length;
 		struct inode found;
-		if (name < names || end < name || end > length || !inode(image, nid, &found))
+		if (name < names || end <= name || end > length || !inode(image, nid, &found))
 			continue;
 		if ((found.mode & TYPE) == REGULAR)
 			file(image, &found, nid, folder, (*units)++, (found.mode & 0111) || names_library(image, at + name, at + end));
@@ -150,7 +151,7 @@ int64_t files_read(const uint8_t *data, uint64_t size, uint64_t big, struct exte
 		uint64_t whole = found.layout == INLINE ? found.size & ~(step - 1) : found.size;
 		for (uint64_t at = 0; at < whole && image.steps; at += step)
 			block(&image, ((uint64_t)found.start << image.bits) + at, whole - at < step ? whole - at : step, folder, &units);
-		if (whole < found.size)
+		if (whole < found.size && image.steps)
 			block(&image, found.tail, found.size - whole, folder, &units);
 	}
 	free(image.folders);
