@@ -48,16 +48,25 @@ async def tree(store: LayerStore, digest: str) -> AsyncIterator[Path]:
     try:
         pin = mounts.pin_layer(plan)
         try:
-            fd = await tools.in_thread(mounts.open_layer, plan)
             try:
-                await tools.in_thread(syscalls.move_mount, fd, str(place))
-            finally:
-                os.close(fd)
-            try:
+                await tools.in_thread(_mount, plan, str(place))  # a cancel comes behind it: the mount may be there then
                 yield place
             finally:
-                await tools.in_thread(syscalls.umount2, str(place), syscalls.MNT_DETACH)
+                await tools.in_thread(_unmount, str(place))
         finally:
             os.close(pin)
     finally:
         place.rmdir()
+
+
+def _mount(plan: mounts.LayerMount, place: str) -> None:
+    fd = mounts.open_layer(plan)
+    try:
+        syscalls.move_mount(fd, place)
+    finally:
+        os.close(fd)
+
+
+def _unmount(place: str) -> None:
+    if os.path.ismount(place):
+        syscalls.umount2(place, syscalls.MNT_DETACH)
