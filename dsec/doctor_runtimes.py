@@ -11,7 +11,9 @@ from dsec import doctor_probes as probes
 from dsec import syscalls
 from dsec.backends import criu
 from dsec.backends.guest import build
+from dsec.config import DockerConfig, load
 from dsec.doctor_rules import Answer, Rules
+from dsec.errors import InvalidRequest
 
 rules = Rules()
 
@@ -70,10 +72,15 @@ def _guest() -> Answer:
 @rules.check(
     "docker",
     'no sandbox with backend="docker", and `python -m benchmarks create` may have no Docker to compare with',
-    "apt-get install docker.io, set DOCKER_HOST, and start dockerd with --add-runtime dsec=PROGRAM (docs/docker.md)",
+    "apt-get install docker.io, start dockerd with --add-runtime dsec=PROGRAM, and set docker.host to its socket (docs/docker.md)",
 )
 def _docker() -> Answer:
-    address = os.environ.get("DOCKER_HOST", "unix:///var/run/docker.sock")
+    try:
+        config = load().docker
+    except InvalidRequest as error:
+        return "missing", str(error)
+    # An Edge heeds docker.host alone; benchmarks use the `docker` program, which knows DOCKER_HOST.
+    address = config.host if config.host != DockerConfig().host else os.environ.get("DOCKER_HOST") or config.host
     if not address.startswith("unix://"):
         return "missing", f"{address} is not a Unix socket and was not asked"
     try:
@@ -81,9 +88,9 @@ def _docker() -> Answer:
     except OSError as error:
         return "missing", f"no daemon answers at {address}: {error.strerror or error}"
     program = build.BIN / f"oci-{build.native_arch()}"
-    if "dsec" not in runtimes:
-        return "fallback", f"Engine {version}, which does not know the runtime: --add-runtime dsec={program}"
-    return "ok", f"Engine {version}, runtime {runtimes['dsec']}"
+    if config.runtime not in runtimes:
+        return "fallback", f"Engine {version}, which does not know the runtime: --add-runtime {config.runtime}={program}"
+    return "ok", f"Engine {version} at {address}, runtime {runtimes[config.runtime]}"
 
 
 @rules.check(

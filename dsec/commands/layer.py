@@ -177,7 +177,7 @@ def verify(settings: Settings, name: str, config: str | None, store: str | None)
 @stored
 @common
 def rm(settings: Settings, names: tuple[str, ...], config: str | None, store: str | None) -> None:
-    """Remove layers that no sandbox uses."""
+    """Remove layers that no sandbox uses, and that no running node keeps mounted for its next sandboxes (docs/layers.md)."""
 
     async def work() -> list[LayerInfo]:
         opened = open_store(config, store)
