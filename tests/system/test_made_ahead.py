@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import re
+import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -164,6 +165,37 @@ async def test_what_an_order_wants_otherwise_is_not_made_ahead(backend: Any, yar
     await until(lambda: not os.path.exists(f"/proc/{pid}"), "its process is waited for by nobody")
     await mine.stop()
     await box.stop()
+
+
+async def test_its_groups_have_its_names_before_its_agent_answers(backend: Any, yard: Yard) -> None:
+    """However late the zygote is when it gives them: a sandbox that is stopped at once takes all its groups along."""
+    if (strace := shutil.which("strace")) is None:
+        pytest.skip("no strace, which makes a system call late")
+    box = await backend.launch(yard.plan(backend.node))
+    zygotes = (await backend.site.holder.request("zygotes"))["pids"]
+    late = ["-e", "trace=rename", "-e", "inject=rename:delay_enter=100000:when=2+"]
+    slow = [await asyncio.create_subprocess_exec(strace, "-qo", "/dev/null", "-p", str(pid), *late) for pid in zygotes]
+    try:
+        await asyncio.sleep(0.5)
+        if any("\nTracerPid:\t0\n" in Path(f"/proc/{pid}/status").read_text() for pid in zygotes):
+            pytest.skip("this machine lets nobody trace")
+        second = yard.plan(backend.node)
+        announced(backend, second)
+        more = await backend.launch(yard.plan(backend.node))
+        [pid] = await made(backend)
+        backend.site.upcoming = lambda _: ()
+        taken = await backend.launch(second)
+        assert taken.pid == pid
+        assert all(map(os.path.isdir, backend._cgroups.directories(second.ulid)))
+        await taken.stop()
+    finally:
+        for each in slow:
+            with contextlib.suppress(ProcessLookupError):
+                each.terminate()
+            await each.wait()
+    await more.stop()
+    await box.stop()
+    await until(lambda: not backend._cgroups._children(), "a group stays")
 
 
 async def test_a_layer_that_goes_takes_along_what_stands_on_it(backend: Any, yard: Yard) -> None:

@@ -169,7 +169,7 @@ bool ahead_is_there(void) { return waiting.pid; }
 
 /* Where there are groups of its names already, an earlier try's or spares of the Edge's (dsec/qos/spares.py), those are its. */
 bool ahead_fits(const struct order *o, const int *fds) {
-    return waiting.pid && can_be_ahead(o) && like_kept(o, fds) && access(o->made[0], F_OK) && waits();
+    return waiting.pid && can_be_ahead(o) && like_kept(o, fds) && access(o->made[0], F_OK) && !access(address, F_OK) && waits();
 }
 
 bool ahead_leave(void) {
@@ -325,8 +325,8 @@ void ahead_go(const struct order *o, int home_names) {
         name_host(o);
         come_home(home_names);
     }
+    name_groups(o); /* first: once there is an agent, whoever asked may end it, with all that has its name */
     if (send(line, "", 1, MSG_NOSIGNAL) != 1) fail("tell the process made ahead");
-    name_groups(o); /* while it executes the agent */
 }
 
 /* --- its end */
