@@ -265,7 +265,6 @@ class Scheduler:
         left = s.deadline - asyncio.get_running_loop().time()
         timeout = min(left, self.config.launch_timeout_ms / 1000)
         subject = subjects.edge(self.bus.unit, batch.edge, "launch")
-        faults.reached("create.sent")
         try:
             return Asked(self.bus.transport, subject, _launch_request(s, batch, left), LaunchReply, timeout=timeout)
         except DsecError:
@@ -286,7 +285,6 @@ class Scheduler:
                         attempt, asked = asked, None
                     else:
                         timeout = min(left, self.config.launch_timeout_ms / 1000)
-                        faults.reached("create.sent")
                         attempt = self.bus.call(subject, _launch_request(s, batch, left), LaunchReply, timeout=timeout)
                     reply = await self._incarnations.ask((batch.edge,), attempt)
                 except Unavailable as error:
@@ -362,6 +360,8 @@ class Scheduler:
 
 
 def _launch_request(s: Slice, batch: Batch, left: float) -> LaunchEnvelope:
+    """What is about to leave."""
+    faults.reached("create.sent")
     return LaunchEnvelope(
         burst=s.burst,
         principal=s.principal,

@@ -145,12 +145,13 @@ async def plan_of(image: str, given: dict[str, Any], config: str | None, directo
     from dsec.backends.disk import Disks
     from dsec.backends.plan import Node, make_plan
     from dsec.commands.local import layers_directory, node_config
+    from dsec.config import load
     from dsec.layers import stack
     from dsec.layers.store import LayerStore
     from dsec.model import LayerRef, SandboxId, new_ulid
 
     spec = make_spec(image, given)
-    loaded = node_config(config)
+    loaded = load(config) if directory else node_config(config)  # whose store is named need not say which of several nodes is meant
     edge = loaded.edge.name or "here"
     room = loaded.container
     modes = ("tmpfs", "dir") if spec.backend == "fake" else Disks.seen(loaded.edge.state_dir, room.disk, room.disk_store_bytes).modes
