@@ -100,7 +100,7 @@ class Ledger:
             return "cpus"
         if self.pids + want.pids > most.pids:
             return "pids"
-        if most.disk and self.disk + want.disk > most.disk:
+        if most.disk and (self.disk + want.disk > most.disk or want.disk > (most.largest_disk or most.disk)):
             return "disk"
         return ""
 
@@ -123,7 +123,8 @@ class Ledger:
             "memory": f"{want.memory >> 20} MiB wanted, {(most.memory - self.memory) >> 20} of {most.memory >> 20} MiB free",
             "cpus": f"{want.cpus:g} cpus wanted, {most.cpus - self.cpus:g} of {most.cpus:g} shares free",
             "pids": f"{want.pids} processes wanted, {most.pids - self.pids} of {most.pids} free",
-            "disk": f"{want.disk >> 20} MiB of disk wanted, {(most.disk - self.disk) >> 20} of {most.disk >> 20} MiB free",
+            "disk": f"{want.disk >> 20} MiB of disk wanted, {(most.disk - self.disk) >> 20} of {most.disk >> 20} MiB free, "
+            f"{(most.largest_disk or most.disk) >> 20} at most for one sandbox",
         }
         return text.get(refused_by, refused_by)
 

@@ -50,9 +50,10 @@ def test_disk_limits_fit_into_the_store_times_its_overcommit() -> None:
     assert (got.disk, got.largest_disk) == (8 * GIB, 4 * GIB)
     assert limits(EdgeConfig(disk=GIB), memory=8 * GIB, cpus=2, pid_max=32768, disk=4 * GIB).largest_disk == GIB
     ledger = Ledger(got)
+    assert ledger.reserve("large", Demand(MIB, 0.1, 1, 4 * GIB + 1)) == "disk"
     want = Demand(MIB, 0.1, 1, 3 * GIB)
     assert [ledger.reserve(name, want) for name in ("a", "b", "c")] == ["", "", "disk"]
-    assert ledger.explain("disk", want) == "3072 MiB of disk wanted, 2048 of 8192 MiB free"
+    assert ledger.explain("disk", want) == "3072 MiB of disk wanted, 2048 of 8192 MiB free, 4096 at most for one sandbox"
     assert (ledger.never_fits(want), ledger.never_fits(Demand(MIB, 0.1, 1, 5 * GIB))) == ("", "disk")
     assert (ledger.load(0).disk_free, ledger.load(0).disk_total) == (2 * GIB, 8 * GIB)
     assert Ledger(limits(EdgeConfig(), memory=8 * GIB, cpus=2, pid_max=32768)).reserve("a", Demand(MIB, 0.1, 1, 1 << 60)) == ""
