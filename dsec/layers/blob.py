@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import itertools
 import json
@@ -9,6 +10,7 @@ import mmap
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
@@ -29,6 +31,23 @@ FIRST, WINDOW, STEP = 4, 48, 8  # chunks of a prefetch list that are sorted toge
 TROUBLE_EVERY_S = 1.0
 
 _numbers = itertools.count()
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
+_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+
+
+def _mapped(fd: int, size: int) -> memoryview:
+    """Shared memory of a file, as long as anybody has a part of it; `mmap.mmap` keeps a descriptor for as long. Raises `OSError`."""
+    if (at := _libc.mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, fd, 0)) == ctypes.c_void_p(-1).value:
+        raise OSError(ctypes.get_errno(), "map the journal")
+    memory = (ctypes.c_ubyte * size).from_address(at)
+    weakref.finalize(memory, _libc.munmap, at, size)
+    return memoryview(memory).cast("B")
+
+
+def _ended(_spans: Sequence[ranges.Span]) -> ranges.Given:
+    raise OSError(errno.ESHUTDOWN, "the loader ends")
 
 
 class Blob:
@@ -39,9 +58,8 @@ class Blob:
         self.number = next(_numbers)
         self.name: str = spec["name"]
         self.gate = way
-        self.fd, self.slot = fds[1], self.gate.slot
-        self.journal = mmap.mmap(fds[2], self.slot * SLOTS)
-        self.view = memoryview(self.journal)
+        self.fd, self.slot, self._claim = fds[1], self.gate.slot, fds[3]
+        self.view = _mapped(fds[2], self.slot * SLOTS)
         self._next = 0  # slot
         self.lock = threading.Lock()
         self.touched: list[int] = []  # read first in this order, beside those of the list
@@ -266,6 +284,8 @@ class Blob:
         except OSError as error:  # a full disk: what is not durable is fetched again one day
             self.trouble(error)
         self.gate.close()
+        self._get = _ended  # with its connections
         os.close(self.fd)
+        os.close(self._claim)
         self.worker.served.pop(self.number)
         self.worker.wake_up()

@@ -198,8 +198,9 @@ class Worker:
 
     def _adopt(self, message: dict[str, Any], fds: list[int]) -> None:
         """In a thread: it may have to wait for another worker's end, and for the store."""
-        # A description of our own, for the lock: copies of the descriptor share theirs. It ends with this process.
-        _take_over(os.open(f"/proc/self/fd/{fds[2]}", os.O_RDWR | os.O_CLOEXEC))
+        # A description of our own, for the lock: copies of the descriptor share theirs. It ends with the blob, or with this process.
+        fds.append(os.open(f"/proc/self/fd/{fds[2]}", os.O_RDWR | os.O_CLOEXEC))
+        _take_over(fds[3])
         way = gate(message, fds)
         if not way.lasting and not os.path.exists(bitmap(message["data"])):  # whole already: nothing reads holes
             _answer_all(way, fds[2], 0)
