@@ -195,7 +195,8 @@ class Filler:
         if whole:
             # Without the bitmap the file is whole, for everybody from now on.
             with contextlib.suppress(FileNotFoundError):
-                os.unlink(self.bitmap)
+                if os.path.samestat(os.stat(self.bitmap), os.fstat(self._bits)):  # not of a file that took this one's place meanwhile
+                    os.unlink(self.bitmap)
             directory = os.open(os.path.dirname(self.bitmap), os.O_RDONLY | os.O_CLOEXEC)
             try:
                 os.fsync(directory)

@@ -97,6 +97,16 @@ def test_a_chunk_that_is_not_what_its_hash_says_is_an_error_of_its_readers_alone
     assert box.there(3)
 
 
+def test_a_file_that_took_the_place_of_a_whole_one_is_not_whole(box: Box) -> None:
+    """Who completes a file that was removed meanwhile leaves the bits of the one that has its name now."""
+    box.filler.ensure(range(COUNT))
+    os.unlink(box.filler.bitmap)
+    Filler.create(box.filler.bitmap)
+    box.filler.flush()
+    assert box.whole.is_set()
+    assert os.path.exists(box.filler.bitmap)
+
+
 @pytest.mark.parametrize("how", ["error", "end"])
 def test_a_run_that_breaks_off_leaves_nobody_waiting(box: Box, how: str) -> None:
     """What had arrived is there; the readers of the rest get an error, whatever went wrong."""
