@@ -61,8 +61,9 @@ class Filler:
         self._size = (self._count + 7) // 8
         self._lock = threading.Lock()
         self._idle = threading.Condition(self._lock)
+        self._flushing = threading.Lock()  # before the other one
         self._telling = 0  # threads that are about to call somebody's ``done``
-        self._closed = False
+        self._closed = self._let_go = False
         self._waiters: dict[int, list[_Waiter]] = {}
         self._flying: set[int] = set()
         self._ended = False
@@ -171,7 +172,13 @@ class Filler:
         self.flush()
 
     def flush(self) -> None:
-        """Make durable what is there: data, then bits; and learn what others have brought. Tells ``whole`` when that is all."""
+        """Make durable what is there: data, then bits; and learn what others have brought. Tells ``whole`` when that is all. Returns when
+        that is done, also where another thread does it; does nothing once the bitmap is let go of."""
+        with self._flushing:
+            if not self._let_go:
+                self._flush()
+
+    def _flush(self) -> None:
         brought = self._brought(range(self._count))
         with self._lock:
             for number in brought:
@@ -219,8 +226,10 @@ class Filler:
             self.flush()
             self.drop()
         finally:
-            if self._bits >= 0:
-                os.close(self._bits)
+            with self._flushing:
+                if self._bits >= 0 and not self._let_go:
+                    os.close(self._bits)
+                self._let_go = True
 
     def _brought(self, numbers: Iterable[int]) -> list[int]:
         """Which of these are durably there, whoever brought them: several processes may fill one file. A bit lost to another's write means

@@ -107,6 +107,29 @@ def test_a_file_that_took_the_place_of_a_whole_one_is_not_whole(box: Box) -> Non
     assert os.path.exists(box.filler.bitmap)
 
 
+def test_who_closes_waits_for_the_thread_that_completes(box: Box, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bits are let go of when they have been removed, and not while another thread is about to."""
+    begun, go, sync = threading.Event(), threading.Event(), os.fdatasync
+
+    def late(fd: int) -> None:
+        begun.set()
+        go.wait(10)
+        sync(fd)
+
+    box.filler.ensure(range(COUNT - 1))
+    monkeypatch.setattr(os, "fdatasync", late)
+    box.filler.ensure([COUNT - 1])
+    assert begun.wait(10)
+    closing = threading.Thread(target=box.filler.close)
+    closing.start()
+    closing.join(0.05)
+    assert closing.is_alive()
+    go.set()
+    closing.join(10)
+    assert box.whole.is_set()
+    assert not os.path.exists(box.filler.bitmap)
+
+
 @pytest.mark.parametrize("how", ["error", "end"])
 def test_a_run_that_breaks_off_leaves_nobody_waiting(box: Box, how: str) -> None:
     """What had arrived is there; the readers of the rest get an error, whatever went wrong."""
